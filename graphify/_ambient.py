@@ -1,0 +1,243 @@
+"""torch's switches that change what the same code computes, and the tracers under which graphs are off.
+
+The only file that names torch's private getters of switches: each stands beside the public way, which is taken where
+the private one is missing. A property of `torch.backends` costs 50 times the getter below it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import overrides
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+__all__ = ["Ambient", "ambient", "ambient_reader", "function_modes", "inactive"]
+
+Switch = Callable[[], Any]
+
+_cuda = torch.backends.cuda
+# torch declares only some of what these two modules offer.
+_cudnn: Any = torch.backends.cudnn
+_mkldnn: Any = torch.backends.mkldnn
+_fill: Any = torch.utils.deterministic
+
+_function_stack: Switch = overrides._get_current_function_mode_stack  # there is no public way
+
+
+class Ambient(NamedTuple):
+    """The switches, by name; None where one does not concern this device."""
+
+    grad_mode: bool
+    inference_mode: bool
+    autocast: torch.dtype | None
+    default_dtype: torch.dtype
+    default_device: torch.device | None
+    deterministic: bool
+    deterministic_warn_only: bool
+    fill_uninitialized: bool
+    float32_precision: Hashable
+    flash_sdp: bool
+    math_sdp: bool
+    math_sdp_reduced: bool
+    sdp_priority: tuple[int, ...]
+    mem_efficient_sdp: bool | None
+    cudnn_sdp: bool | None
+    cudnn: bool | None
+    cudnn_benchmark: bool | None
+    cudnn_deterministic: bool | None
+    fp16_reduction: Hashable
+    bf16_reduction: Hashable
+    fp16_accumulation: bool | None
+    mkldnn: bool | None
+    mkldnn_deterministic: bool | None
+    device_index: int | None
+
+
+class _Field(NamedTuple):
+    private: str  # a getter of torch._C, or ""
+    public: Switch
+    device: str = ""  # the only device type that it concerns
+
+
+_FIELDS = {
+    "grad_mode": _Field("", torch.is_grad_enabled),
+    "inference_mode": _Field("", torch.is_inference_mode_enabled),
+    "default_dtype": _Field("", torch.get_default_dtype),
+    "deterministic": _Field("_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled),
+    "deterministic_warn_only": _Field(
+        "_get_deterministic_algorithms_warn_only", torch.is_deterministic_algorithms_warn_only_enabled
+    ),
+    "fill_uninitialized": _Field(
+        "_get_deterministic_fill_uninitialized_memory", lambda: _fill.fill_uninitialized_memory
+    ),
+    "flash_sdp": _Field("_get_flash_sdp_enabled", _cuda.flash_sdp_enabled),
+    "math_sdp": _Field("_get_math_sdp_enabled", _cuda.math_sdp_enabled),
+    "math_sdp_reduced": _Field(
+        "_get_math_sdp_allow_fp16_bf16_reduction", _cuda.fp16_bf16_reduction_math_sdp_allowed
+    ),
+    "mem_efficient_sdp": _Field("_get_mem_efficient_sdp_enabled", _cuda.mem_efficient_sdp_enabled, "cuda"),
+    "cudnn_sdp": _Field("_get_cudnn_sdp_enabled", _cuda.cudnn_sdp_enabled, "cuda"),
+    "cudnn": _Field("_get_cudnn_enabled", lambda: _cudnn.enabled, "cuda"),
+    "cudnn_benchmark": _Field("_get_cudnn_benchmark", lambda: _cudnn.benchmark, "cuda"),
+    "cudnn_deterministic": _Field("_get_cudnn_deterministic", lambda: _cudnn.deterministic, "cuda"),
+    "fp16_accumulation": _Field(
+        "_get_cublas_allow_fp16_accumulation", lambda: _cuda.matmul.allow_fp16_accumulation, "cuda"
+    ),
+    "mkldnn": _Field("_get_mkldnn_enabled", lambda: _mkldnn.enabled, "cpu"),
+    "mkldnn_deterministic": _Field("_get_mkldnn_deterministic", lambda: _mkldnn.deterministic, "cpu"),
+}
+
+
+def ambient(device_type: str) -> Ambient:
+    """The switches of this thread that concern work on such a device."""
+    return ambient_reader(device_type)()
+
+
+@functools.cache
+def ambient_reader(device_type: str) -> Callable[[], Ambient]:
+    """A function that reads the switches for one device type; keep it to save the look-up at each call."""
+    return _reader(device_type, private=True)
+
+
+def _reader(device_type: str, private: bool) -> Callable[[], Ambient]:
+    """One generated expression over all getters; `private=False` uses the public ways only."""
+    space: dict[str, Any] = {"Ambient": Ambient, "new": tuple.__new__, "torch": torch, "device": device_type}
+    parts = []
+    for name in Ambient._fields:
+        switch, code = _special(name, device_type, private) if name not in _FIELDS else (None, "{0}()")
+        field = _FIELDS.get(name)
+        if field is not None:
+            concerned = field.device in ("", device_type)
+            switch = (private and getattr(torch._C, field.private, None)) or field.public
+            code = code if concerned else "None"
+        space[name] = switch
+        parts.append(code.format(name))
+    exec(
+        compile(f"def read(): return new(Ambient, ({', '.join(parts)}))", "<graphify ambient>", "exec"), space
+    )
+    read: Callable[[], Ambient] = space["read"]
+    return read
+
+
+def _special(name: str, device_type: str, private: bool) -> tuple[Switch | None, str]:
+    """Getters that are more than one call: an object, and the expression that uses it by its name."""
+    if name == "autocast":
+        return None, "torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None"
+    if name == "default_device":
+        return _default_device, "{0}()"
+    if name == "float32_precision":
+        return _float32(device_type, private), "{0}()"
+    if name == "sdp_priority":
+        getter = private and getattr(torch._C, "_get_sdp_priority_order", None)
+        return getter or None, "tuple({0}())" if getter else "()"
+    if name == "device_index":
+        known = device_type != "cpu" and torch.accelerator.is_available()
+        return torch.accelerator.current_device_index, "{0}()" if known else "None"
+    return _reduction(name, private), "{0}()" if device_type == "cuda" else "None"
+
+
+def _reduction(name: str, private: bool) -> Switch:
+    long = f"allow_{name.partition('_')[0]}_reduced_precision_reduction"
+    getter: Switch | None = getattr(torch._C, f"_get_cublas_{long}", None) if private else None
+    split = f"{long}_split_k"
+    return getter or (lambda: (getattr(_cuda.matmul, long), getattr(_cuda.matmul, split)))
+
+
+def _float32(device_type: str, private: bool) -> Switch:
+    """The float32 precision of matmul, conv and rnn."""
+    exact = _float32_public(device_type)
+    one = getattr(torch._C, "_get_fp32_precision_getter", None) if private else None
+    if device_type != "cuda" and one is not None:
+        return lambda: (one("mkldnn", "matmul"), one("mkldnn", "conv"), one("mkldnn", "rnn"))
+    matmul, conv = (getattr(torch._C, f"_get_{name}_allow_tf32", None) for name in ("cublas", "cudnn"))
+    if not private or device_type != "cuda" or matmul is None or conv is None:
+        return exact
+
+    def quick() -> Any:
+        try:
+            return matmul(), conv()
+        except RuntimeError:  # torch refuses to answer here once the old and the new switches were mixed
+            return exact()
+
+    return quick
+
+
+def _float32_public(device_type: str) -> Switch:
+    if device_type == "cuda":
+        return lambda: (_cuda.matmul.fp32_precision, _cudnn.conv.fp32_precision, _cudnn.rnn.fp32_precision)
+    return lambda: (_mkldnn.matmul.fp32_precision, _mkldnn.conv.fp32_precision, _mkldnn.rnn.fp32_precision)
+
+
+# ---------------------------------------------------------------- tracers and modes
+
+
+def _first(*names: str) -> Switch | None:
+    """The first of these dotted names below torch that exists."""
+    for name in names:
+        try:
+            found: Switch = operator.attrgetter(name)(torch)
+        except AttributeError:
+            continue
+        return found
+    return None
+
+
+def _never() -> bool:
+    return False
+
+
+def _probes(private: bool) -> tuple[Switch, Switch, Switch, Switch]:
+    """Truthy where something is active: tracing, a torch.func transform, a dispatch mode, a function mode."""
+    tracing = _first("_C._get_tracing_state") if private else None
+    transform = _first("_C._functorch.peek_interpreter_stack", "_C._are_functorch_transforms_active")
+    dispatch = _first("_C._len_torch_dispatch_stack") if private else None
+    function = _first("_C._len_torch_function_stack") if private else None
+    return (
+        tracing or _first("jit.is_tracing") or _never,
+        transform or _never,  # there is no public way
+        dispatch or (lambda: is_in_torch_dispatch_mode(include_infra_modes=True)),
+        function or _function_stack,
+    )
+
+
+def _inactive_by(probes: tuple[Switch, Switch, Switch, Switch]) -> Callable[[], str | None]:
+    tracing, transform, dispatch, function = probes
+    is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+    def inactive() -> str | None:
+        """Why graphs are off right now: "compiling", "functorch" or "mode"; None when they are on."""
+        # Dynamo must meet its own test first: it then traces the plain function and none of what follows.
+        if is_dynamo_compiling() or tracing():
+            return "compiling"
+        if transform():
+            return "functorch"
+        if dispatch() or (function() and _foreign_function_mode()):
+            return "mode"
+        return None
+
+    return inactive
+
+
+inactive = _inactive_by(_probes(private=True))
+
+
+def _foreign_function_mode() -> bool:
+    """Whether a TorchFunctionMode is active that is not just torch's default device."""
+    return any(type(mode) is not DeviceContext for mode in _function_stack())
+
+
+def _default_device() -> torch.device | None:
+    """The device of `torch.set_default_device` or `with torch.device(...)`; None where nobody set one."""
+    if not function_modes():
+        return None
+    modes = [mode for mode in _function_stack() if type(mode) is DeviceContext]
+    return modes[-1].device if modes else None
+
+
+function_modes = _probes(private=True)[3]
+"""Truthy while a TorchFunctionMode is active, torch's default device included."""

@@ -1,0 +1,146 @@
+"""What executed Python code can read and write by name, learned from its bytecode."""
+
+from __future__ import annotations
+
+import dis
+import linecache
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+__all__ = ["CodeNames", "Executed", "is_library", "line_of", "names_of", "user_frame", "user_line"]
+
+_LIBRARY = tuple(
+    f"{path}/" for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *torch.__path__} if path
+)
+_OURS = __file__.rpartition("/")[0] + "/"
+
+
+class CodeNames:
+    """The names that one code object loads and stores."""
+
+    def __init__(self, code: CodeType) -> None:
+        loads: set[str] = set()
+        stores: set[str] = set()
+        scope: set[str] = set()
+        for step in dis.get_instructions(code):
+            if not isinstance(step.argval, str):
+                continue
+            if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER", "LOAD_DEREF", "LOAD_CLASSDEREF")):
+                loads.add(step.argval)
+            elif step.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT")):
+                loads.add(step.argval)
+                scope.add(step.argval)
+            elif step.opname.startswith(("STORE_ATTR", "STORE_DEREF", "DELETE_ATTR")):
+                stores.add(step.argval)
+            elif step.opname.startswith("STORE_GLOBAL"):
+                stores.add(step.argval)
+                scope.add(step.argval)
+        self.loads = frozenset(loads)
+        self.stores = frozenset(stores)
+        self.scope = frozenset(scope)
+        self.strings = frozenset(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+
+
+names_of = lru_cache(maxsize=None)(CodeNames)
+
+
+@dataclass
+class Executed:
+    """The code objects that ran, with the globals they ran in; `everything` when that is not known."""
+
+    codes: dict[int, tuple[CodeType, dict[str, Any]]] = field(default_factory=dict)
+    everything: bool = False
+
+    def merge(self, other: Executed) -> None:
+        """Take over what another run executed."""
+        self.codes.update(other.codes)
+        self.everything = self.everything or other.everything
+
+    def ran(self, code: CodeType) -> bool:
+        """Whether this code object ran."""
+        return self.everything or id(code) in self.codes
+
+    def loads(self) -> frozenset[str]:
+        """Every name that the code loads as an attribute, global or closure cell."""
+        return frozenset().union(*(names_of(code).loads for code, _ in self.codes.values()))
+
+    def names(self) -> frozenset[str]:
+        """Every name that the code may read or write, `getattr(self, "name")` included."""
+        return frozenset().union(
+            *(n.loads | n.stores | n.strings for n in (names_of(code) for code, _ in self.codes.values()))
+        )
+
+    def scopes(self) -> Iterator[tuple[CodeType, dict[str, Any]]]:
+        """The user's code objects with their globals; torch's and the standard library's left out."""
+        return ((c, g) for c, g in self.codes.values() if not is_library(c.co_filename))
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Note every code object that this thread runs inside."""
+        previous = sys.getprofile()
+        if previous is not None and not callable(previous):
+            # A C profiler (cProfile) cannot be put back from Python: leave it, and suspect every name.
+            self.everything = True
+            yield
+            return
+        sys.setprofile(self._follow(previous))
+        try:
+            yield
+        finally:
+            sys.setprofile(previous)
+
+    def _follow(self, previous: Any) -> Callable[[FrameType, str, Any], None]:
+        codes = self.codes
+
+        def follow(frame: FrameType, event: str, arg: Any) -> None:
+            code = frame.f_code
+            if event == "call" and id(code) not in codes and not code.co_filename.startswith(_OURS):
+                codes[id(code)] = (code, frame.f_globals)
+            if previous is not None:
+                previous(frame, event, arg)
+
+        return follow
+
+
+def is_library(filename: str) -> bool:
+    """Whether a file belongs to torch, to the standard library or to graphify."""
+    if "site-packages" in filename or "dist-packages" in filename:
+        return filename.startswith((_LIBRARY[-1], _OURS)) or any(
+            filename.startswith(f"{path}/") for path in torch.__path__
+        )
+    return filename.startswith((*_LIBRARY, _OURS, "<frozen"))
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame that belongs to neither torch nor the standard library nor graphify."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def user_line() -> str | None:
+    """The user's own "file:line: source text" on the stack right now."""
+    frame = user_frame()
+    return None if frame is None else _quote(frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_of(error: BaseException) -> str | None:
+    """The user's own innermost line in an error's traceback."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    mine = [(file, line) for file, line in lines if not is_library(file)]
+    return _quote(*mine[-1]) if mine else None
+
+
+def _quote(file: str, line: int) -> str:
+    text = linecache.getline(file, line).strip()
+    return f"{file}:{line}: {text}" if text else f"{file}:{line}"

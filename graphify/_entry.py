@@ -1,0 +1,126 @@
+"""One signature's life: new, warm, ready, or refused with a reason."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._guards import Guard, Miss
+from ._layout import family_key
+from ._record import Graph
+from ._tree import Tree
+
+__all__ = ["Entry", "Refusal", "Table"]
+
+
+class Refusal(NamedTuple):
+    """Why calls of one signature run eagerly.
+
+    `error` is set when the call can never be captured, which `fallback="raise"` raises; without it the
+    call is not worth a graph or not now, and always runs eagerly.
+    """
+
+    reason: str
+    error: Exception | None = None
+    advice: str = ""
+
+
+class Entry:
+    """What is known of one signature, plain values included."""
+
+    def __init__(self, table: Table, key: Any, device: torch.device | None) -> None:
+        self.table, self.key, self.device = table, key, device
+        self.guard: Guard | None = None
+        self.graph: Graph | None = None
+        self.refusal: Refusal | None = None
+        self.scalars: tuple[tuple[int, Any], ...] = ()
+        self.warmed = 0
+        self.wait = 0
+        self.evictions = 0
+        self.used = 0
+        self.label = ""
+        self.opaque: list[weakref.ref[Any]] = []
+        self.extra: Callable[[Sequence[Tensor]], bool] | None = None
+        self.holds: Callable[[], bool] = _always
+
+    def trust(self, guard: Guard) -> None:
+        """Check this guard before each use from now on."""
+        self.guard, self.holds = guard, guard.holds
+
+    def settle(self, graph: Graph, guard: Guard) -> None:
+        """The signature has its graph."""
+        self.trust(guard)
+        self.graph, self.wait = graph, 0
+        self._watch_arguments()
+
+    def expect(self, tensors: Sequence[Tensor], hosts: Sequence[int]) -> None:
+        """Take the values of host scalars among the arguments as part of the signature."""
+        self.scalars = tuple((i, _value(tensors[i])) for i in hosts)
+        self._watch_arguments()
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether this entry still speaks of the call, learning equal values in new objects."""
+        if self.extra is not None and not self.extra(tensors):
+            return False
+        return self.holds() or (self.guard is not None and self.miss() is None)
+
+    def miss(self) -> Miss | None:
+        """What the guard finds changed."""
+        assert self.guard is not None
+        found = self.guard.miss()
+        self.holds = self.guard.holds
+        return found
+
+    def drop(self) -> None:
+        """Let go of the graph; it is freed once no thread is in the middle of its replay."""
+        self.graph = None
+        self._watch_arguments()
+
+    def _watch_arguments(self) -> None:
+        scalars = self.scalars
+        conflicts = self.graph.conflicts if self.graph is not None else frozenset()
+        if not scalars and not conflicts:
+            self.extra = None
+            return
+
+        def extra(tensors: Sequence[Tensor]) -> bool:
+            if any(_value(tensors[i]) != value for i, value in scalars):
+                return False
+            return not conflicts or conflicts.isdisjoint(map(family_key, tensors))
+
+        self.extra = extra
+
+
+class Table:
+    """The entries of all calls with one structure of arguments."""
+
+    def __init__(self, tree: Tree, specs: Callable[[tuple[Tensor, ...]], tuple[Any, ...]]) -> None:
+        self.tree, self.specs = tree, specs
+        self.unpack = tree.unpack
+        self.entries: dict[Any, list[Entry]] = {}
+
+    def add(self, entry: Entry) -> None:
+        """Remember an entry under its key."""
+        self.entries.setdefault(entry.key, []).append(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """Forget an entry and free its graph."""
+        entry.drop()
+        family = self.entries.get(entry.key, [])
+        if entry in family:
+            family.remove(entry)
+        if not family:
+            self.entries.pop(entry.key, None)
+
+
+def _always() -> bool:
+    return True
+
+
+def _value(scalar: Tensor) -> Any:
+    value = scalar.item()
+    return value if value == value else "nan"

@@ -1,0 +1,165 @@
+"""One generated expression per recording that tells whether what it read is still what Python holds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from types import CellType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._places import MISSING, Place, Survey, is_plain, same
+
+__all__ = ["Guard", "Miss", "find_place"]
+
+
+class Miss(NamedTuple):
+    """The first place that no longer holds what the recording read; `moved` when its memory is another."""
+
+    name: str
+    before: Any
+    now: Any
+    moved: bool
+
+    def __str__(self) -> str:
+        if self.moved:
+            return f"`{self.name}` was re-bound or moved to other memory"
+        return f"`{self.name}` is {_brief(self.now)}, was {_brief(self.before)}"
+
+
+class Guard:
+    """What a recording took for granted, checked before each replay.
+
+    `holds()` is one generated expression of `is` tests, sizes and addresses. When it fails, `miss()` walks
+    the places one by one: an equal plain value in a new object is accepted and learned, anything else is
+    named.
+    """
+
+    def __init__(
+        self,
+        survey: Survey,
+        *,
+        outside: Iterable[Tensor],
+        written: set[tuple[int, Any]],
+        device: torch.device,
+    ) -> None:
+        kept = [(p, v) for key, (p, v) in survey.places.items() if key not in written]
+        self.places = [(p, v) for p, v in kept if not isinstance(p.container, tuple)]
+        self.tensors = _once([v for _, v in kept if isinstance(v, Tensor)] + list(outside))
+        self.sizes = [(c, len(keys), name) for c, keys, name in survey.sizes]
+        self.sizes += [(c, n, name) for c, n, name in survey.hooks]
+        self.bulk = survey.bulk
+        self.hosts = [t for t in self.tensors if t.device.type != device.type]
+        self.gradients = torch.is_grad_enabled()
+        self.facts = self._facts()
+        self.holds = self._generate()
+
+    def miss(self) -> Miss | None:
+        """The first thing that differs, or None when all still holds (then `holds()` is true again)."""
+        for i, (place, expected) in enumerate(self.places):
+            now = place.read()
+            if not same(now, expected):
+                moved = isinstance(expected, Tensor) and isinstance(now, Tensor)
+                return Miss(place.name, expected, now, moved)
+            self.places[i] = (place, now)
+        for container, size, name in self.sizes:
+            if len(container) != size:
+                return Miss(f"len({name})", size, len(container), False)
+        for container, content, name in self.bulk:
+            if container != content:
+                return Miss(name, content, container, False)
+        if self._facts() != self.facts:
+            return self._moved()
+        self.holds = self._generate()
+        return None
+
+    def _moved(self) -> Miss:
+        for tensor, now, before in zip(self.tensors, self._facts(), self.facts, strict=True):
+            if now != before:
+                names = [p.name for p, v in self.places if v is tensor]
+                return Miss(names[0] if names else "a tensor", before, now, True)
+        raise AssertionError("facts differ but no tensor does")
+
+    def _facts(self) -> list[tuple[Any, ...]]:
+        hosts = {id(t) for t in self.hosts}
+        return [
+            (t.data_ptr(), t.requires_grad and self.gradients, _version(t) if id(t) in hosts else None)
+            for t in self.tensors
+        ]
+
+    def _generate(self) -> Callable[[], bool]:
+        scope: dict[str, Any] = {"MISSING": MISSING}
+        tests: list[str] = []
+        for i, (place, value) in enumerate(self.places):
+            scope[f"c{i}"], scope[f"k{i}"], scope[f"v{i}"] = place.container, place.key, value
+            tests.append(_TESTS[place.kind].format(i=i, k=_literal(place.key, i)))
+        for i, (container, size, _) in enumerate(self.sizes):
+            scope[f"s{i}"] = container
+            tests.append(f"len(s{i}) == {size}" if size else f"not s{i}")
+        for i, (container, content, _) in enumerate(self.bulk):
+            scope[f"b{i}"], scope[f"e{i}"] = container, content
+            tests.append(f"b{i} == e{i}")
+        tests += self._address_tests(scope)
+        body = " and ".join(tests) or "True"
+        source = f"def holds():\n try:\n  return {body}\n except (LookupError, AttributeError, ValueError):\n  return False"
+        exec(source, scope)
+        holds: Callable[[], bool] = scope["holds"]
+        return holds
+
+    def _address_tests(self, scope: dict[str, Any]) -> list[str]:
+        if not self.tensors:
+            return []
+        scope["tensors"], scope["ptr"] = self.tensors, Tensor.data_ptr
+        scope["addresses"] = [t.data_ptr() for t in self.tensors]
+        tests = ["[*map(ptr, tensors)] == addresses"]
+        if self.gradients:
+            scope["flags"] = [t.requires_grad for t in self.tensors]
+            tests.append("[t.requires_grad for t in tensors] == flags")
+        if self.hosts:
+            scope["hosts"], scope["version"] = self.hosts, _version
+            scope["versions"] = [_version(t) for t in self.hosts]
+            tests.append("[*map(version, hosts)] == versions")
+        return tests
+
+
+_TESTS = {
+    "item": "c{i}[{k}] is v{i}",
+    "field": "c{i}[{k}] is v{i}",
+    "class": "c{i}.__dict__[{k}] is v{i}",
+    "cell": "c{i}.cell_contents is v{i}",
+    "attr": "getattr(c{i}, {k}) is v{i}",
+}
+
+
+def find_place(tensor: Tensor, ignore: Iterable[Any]) -> Place | None:
+    """Where Python holds a tensor that no survey met, found through the garbage collector."""
+    skipped = {id(x) for x in ignore}
+    for holder in gc.get_referrers(tensor):
+        if id(holder) in skipped:
+            continue
+        if isinstance(holder, dict):
+            keys = [k for k, v in list(holder.items()) if v is tensor]
+            if keys:
+                return Place(holder, keys[0], "item", f"an item {keys[0]!r} of a dict")
+        if isinstance(holder, CellType):
+            return Place(holder, "", "cell", "a closure variable")
+    return None
+
+
+def _version(host: Tensor) -> Any:
+    """What stands for the value of a CPU tensor that a device recording read on the host."""
+    return host.flatten().tolist() if host.is_inference() else host._version
+
+
+def _once(tensors: list[Tensor]) -> list[Tensor]:
+    return list({id(t): t for t in tensors}.values())
+
+
+def _literal(key: Any, i: int) -> str:
+    return repr(key) if type(key) in (str, int) else f"k{i}"
+
+
+def _brief(value: Any) -> str:
+    return repr(value) if is_plain(value) else f"another {type(value).__name__}"

@@ -1,0 +1,183 @@
+"""Operators that a graph cannot hold, each with the words that help.
+
+The rules are those of a CUDA stream capture: the host may not wait for the device, and shapes may not
+depend on values (https://pytorch.org/docs/stable/notes/cuda.html#constraints).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Offence", "offence", "tensors_in"]
+
+aten = torch.ops.aten
+
+READ = "a graph replays device work only; the host cannot read a value in the middle of it"
+SHAPE = "the size of the result depends on values, and a graph has fixed sizes"
+HOST = "a replay repeats the copy from a host address that is gone, so the device would read garbage"
+
+
+class Offence(NamedTuple):
+    """One thing in a run that a graph cannot hold."""
+
+    what: str
+    why: str
+    fix: str
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor among an operator's arguments or results, which nest lists at most."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def offence(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
+    """Why a graph on `device` cannot hold this operator call, or None."""
+    rule = _RULES.get(func)
+    if rule is not None:
+        return rule(args, kwargs, device)
+    if torch.Tag.cudagraph_unsafe in func.tags:
+        return Offence(f"`{func}` is marked unsafe for graphs", "its author says so", "call it outside")
+    if torch.Tag.dynamic_output_shape in func.tags and _on(device, args):
+        name = func.name().split("::")[1].split(".")[0]
+        return Offence(f"`{name}` makes a result of data-dependent size", SHAPE, _SHAPE_FIXES.get(name, _SHAPE_FIX))
+    return _foreign(args, kwargs, device)
+
+
+def _on(device: torch.device, args: Any) -> bool:
+    return any(t.device.type == device.type for t in tensors_in(args))
+
+
+def _foreign(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
+    if device.index is None:
+        return None
+    for t in tensors_in((args, kwargs)):
+        if t.device.type == device.type and t.device != device:
+            return Offence(
+                f"a tensor on {t.device} in a graph on {device}",
+                "one graph lives on one device",
+                "move the tensor first, or split the function by device",
+            )
+    return None
+
+
+def _scalar(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
+    if not _on(device, args):
+        return None
+    return Offence(
+        "a tensor's value is read on the host (`.item()`, `bool()`, `int()`, `float()`, or an `if` on a tensor)",
+        READ,
+        "keep it on the device (`torch.where` for a branch), or do this part outside the graphed function",
+    )
+
+
+def _compare(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
+    if not _on(device, args):
+        return None
+    return Offence(
+        "two tensors are compared on the host (`torch.equal`, `torch.allclose`)", READ, "compare outside"
+    )
+
+
+def _index(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
+    if not any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1])) or not _on(device, args):
+        return None
+    return Offence("`x[mask]` makes a result of data-dependent size", SHAPE, "`torch.where(mask, x, other)`")
+
+
+def _index_put(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
+    masked = any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
+    if not masked or args[2].numel() == 1 or not _on(device, args[:1]):
+        return None
+    return Offence(
+        "`x[mask] = values` hides a data-dependent size", SHAPE, "`x.copy_(torch.where(mask, values, x))`"
+    )
+
+
+def _repeat(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
+    if kwargs.get("output_size") is not None or not _on(device, args):
+        return None
+    return Offence(
+        "`repeat_interleave` with a tensor of counts has a data-dependent size", SHAPE, "pass `output_size=`"
+    )
+
+
+def _linalg(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
+    if not _on(device, args):
+        return None
+    return Offence(
+        "a `torch.linalg` function checks for errors on the host", READ, "its `_ex` form, such as `torch.linalg.inv_ex`"
+    )
+
+
+def _to_copy(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
+    source, target = args[0].device, kwargs.get("device") or args[0].device
+    return _transfer(args[0], source, torch.device(target), device)
+
+
+def _copy(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
+    return _transfer(args[1], args[1].device, args[0].device, device)
+
+
+def _transfer(
+    source: Tensor, origin: torch.device, target: torch.device, device: torch.device
+) -> Offence | None:
+    if origin.type == target.type:
+        return _foreign((source,), {}, device)
+    if origin.type == device.type:
+        return Offence(f"a tensor is copied to the {target.type} (`.cpu()`, `.to`)", READ, "copy it outside")
+    if target.type == device.type and not source.is_pinned():
+        return Offence(
+            "a CPU tensor made or read inside is copied to the device",
+            HOST,
+            "make it with `device=`, or once outside the graphed function, or pass it as an argument",
+        )
+    return None
+
+
+
+
+_SHAPE_FIX = "an operator with a fixed result size, or do this part outside the graphed function"
+_SHAPE_FIXES = {
+    "nonzero": "`torch.where(mask, x, other)`, or `torch.nonzero_static(x, size=n)`",
+    "masked_select": "`torch.where(mask, x, other)`, or multiply by the mask",
+}
+
+Rule = Callable[[Sequence[Any], dict[str, Any], torch.device], Offence | None]
+
+
+def _rules() -> dict[Any, Rule]:
+    """The operators whose tags say too much or too little."""
+    named: list[tuple[str, Rule]] = [
+        ("_local_scalar_dense", _scalar),
+        ("item", _scalar),
+        ("is_nonzero", _scalar),
+        ("equal", _compare),
+        ("allclose", _compare),
+        ("index.Tensor", _index),
+        ("index_put", _index_put),
+        ("index_put_", _index_put),
+        ("_index_put_impl_", _index_put),
+        ("repeat_interleave.Tensor", _repeat),
+        ("_linalg_check_errors", _linalg),
+        ("_to_copy", _to_copy),
+        ("copy_", _copy),
+    ]
+    rules: dict[Any, Rule] = {}
+    for name, rule in named:
+        packet, _, overload = name.partition(".")
+        rules[getattr(getattr(aten, packet), overload or "default")] = rule
+    return rules
+
+
+_RULES = _rules()

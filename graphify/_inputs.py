@@ -1,0 +1,115 @@
+"""Static inputs: the memory that a recording reads in place of the caller's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ._layout import family_key, overlaps_itself, span, view_of
+from ._signature import TensorSpec
+from .backends.base import Backend
+
+__all__ = ["StaticInputs"]
+
+Sources = Sequence[Tensor]
+
+
+class Range(NamedTuple):
+    """A run of memory filled at once: the destination, the leaf it comes from, bytes before that leaf."""
+
+    flat: Tensor
+    index: int
+    before: int
+
+
+class StaticInputs:
+    """One static tensor per leaf, always our own memory, and the plan that fills them all.
+
+    Strides, sharing among leaves, conjugate bits and flags are the caller's. Leaves that share memory keep
+    sharing it; these and expanded ones are filled by one copy of the range of memory they cover.
+    """
+
+    def __init__(self, leaves: Sources, specs: Sequence[TensorSpec], backend: Backend) -> None:
+        self.tensors: list[Tensor] = list(leaves)
+        self._ranges: list[Range] = []
+        direct: list[tuple[Tensor, int]] = []
+        inference = any(spec.inference for spec in specs)
+        with torch.inference_mode(inference), torch.no_grad():
+            for family in _families(leaves):
+                if len(family) == 1 and not overlaps_itself(leaves[family[0]]):
+                    direct.append((self._allocate(leaves[family[0]], family[0]), family[0]))
+                else:
+                    self._allocate_range(leaves, family)
+        self._set_flags(specs)
+        self._copy = backend.copier(direct) if direct else None
+        self._inference = inference
+        self._graded = torch.is_grad_enabled() and any(spec.requires_grad for spec in specs)
+
+    def _allocate(self, leaf: Tensor, index: int) -> Tensor:
+        static = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        self.tensors[index] = static.conj() if leaf.is_conj() else static
+        return self.tensors[index]
+
+    def _allocate_range(self, leaves: Sources, family: list[int]) -> None:
+        low, high = span(leaves[i] for i in family)
+        flat = torch.empty(high - low, dtype=torch.uint8, device=leaves[family[0]].device)
+        made: dict[int, Tensor] = {}
+        for i in family:
+            leaf = leaves[i]
+            if id(leaf) not in made:
+                byte = leaf.storage_offset() * leaf.element_size() - low
+                made[id(leaf)] = view_of(flat, leaf, byte, leaf.shape, leaf.stride())
+            self.tensors[i] = made[id(leaf)]
+        first = leaves[family[0]]
+        self._ranges.append(Range(flat, family[0], first.storage_offset() * first.element_size() - low))
+
+    def _set_flags(self, specs: Sequence[TensorSpec]) -> None:
+        made: dict[int, Tensor] = {}
+        for i, spec in enumerate(specs):
+            static = self.tensors[i]
+            if id(static) not in made:
+                kind = spec.kind is nn.Parameter
+                made[id(static)] = nn.Parameter(static, spec.requires_grad) if kind else static
+                if spec.requires_grad:
+                    made[id(static)].requires_grad_()
+            self.tensors[i] = made[id(static)]
+
+    def filler(self) -> Callable[[Sources], None]:
+        """The plan that fills the static tensors from those of a call."""
+        copy = self._copy
+        if copy is None and not self._ranges:
+            return _nothing
+        if copy is not None and not (self._ranges or self._inference or self._graded):
+            return copy
+        return self._fill_inference if self._inference else self._fill_plain
+
+    def _fill_inference(self, sources: Sources) -> None:
+        with torch.inference_mode():
+            self._fill(sources)
+
+    def _fill_plain(self, sources: Sources) -> None:
+        with torch.no_grad():
+            self._fill(sources)
+
+    def _fill(self, sources: Sources) -> None:
+        if self._copy is not None:
+            self._copy(sources)
+        for flat, index, before in self._ranges:
+            source = sources[index]
+            byte = source.storage_offset() * source.element_size() - before
+            flat.copy_(view_of(source, flat, byte, flat.shape, (1,)))
+
+
+def _nothing(sources: Sources) -> None:
+    """A call without tensors has nothing to copy."""
+
+
+def _families(leaves: Sources) -> list[list[int]]:
+    """Indices of leaves by the storage they view."""
+    found: dict[int, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        found.setdefault(family_key(leaf), []).append(i)
+    return list(found.values())

@@ -1,0 +1,56 @@
+"""Where a tensor's elements lie in its storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["family_key", "is_dense", "overlaps_itself", "span", "view_of"]
+
+
+def family_key(tensor: Tensor) -> int:
+    """The identity of the storage that a tensor views; equal keys mean shared memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def span(tensors: Iterable[Tensor]) -> tuple[int, int]:
+    """The half-open range of bytes of one storage that these tensors cover."""
+    ranges = []
+    for t in tensors:
+        first = t.storage_offset()
+        reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        last = first + 1 + reach if t.numel() else first
+        ranges.append((first * t.element_size(), last * t.element_size()))
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two indices may share an element; never wrong when it says no."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return tensor.numel() > 0
+            reach += stride * (size - 1)
+    return False
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether every element has a place of its own and no gaps lie between them."""
+    low, high = span([tensor])
+    return high - low == tensor.numel() * tensor.element_size() and not overlaps_itself(tensor)
+
+
+def view_of(base: Tensor, like: Tensor, byte: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """A view of `base`'s storage that starts at a byte, with the dtype and conjugate bit of `like`."""
+    if base.is_conj():
+        base = base.conj()
+    offset = byte // like.element_size()
+    if base.dtype == like.dtype:
+        view = base.as_strided(size, stride, offset)
+    else:
+        view = torch.empty(0, dtype=like.dtype, device=base.device)
+        view.set_(base.untyped_storage(), offset, size, stride)
+    return view.conj() if like.is_conj() else view

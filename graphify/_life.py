@@ -1,0 +1,368 @@
+"""The life of a wrapper's signatures: found, warmed up, recorded, refused, evicted."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._code import Executed, user_frame
+from ._entry import Entry, Refusal, Table
+from ._guards import Guard
+from ._options import Options
+from ._places import Survey
+from ._record import Call, NeedsGrad, Setting, needs_grad, record
+from ._signature import TensorSpec, refusal, specs_of
+from ._tree import tree_of
+from ._trial import trial
+from ._watch import Watch, watching
+from .errors import CaptureError, GraphifyError, GraphifyWarning, InputError
+
+__all__ = ["Life"]
+
+log = logging.getLogger("graphify")
+
+_QUIET = frozenset({"cpu", "disabled", "nested", "compiling", "functorch", "mode", "evicted"})
+_GRAD = Refusal(
+    "grad",
+    advice="its results need gradients, and training is not captured yet: call it under torch.no_grad() or "
+    "torch.inference_mode(), or detach the results",
+)
+_MANY_VALUES = 8
+_MANY_ENTRIES = 1024
+_RETRIES = 3
+
+
+class Life:
+    """All entries of one wrapper, and what its calls taught about the code behind it."""
+
+    def __init__(self, setting: Setting, options: Options, names: Sequence[str]) -> None:
+        self.setting, self.options, self.names = setting, options, names
+        self.tables: dict[Any, Table] = {}
+        self.executed = Executed()
+        self.generators: dict[int, torch.Generator] = {}
+        self.counts: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.ready: list[Entry] = []
+        self.retired_replays = 0
+        self._clock = itertools.count(1)
+        self._entries: dict[int, Entry] = {}
+        self._seen_values: dict[tuple[Any, ...], set[Any]] = {}
+        self._rebinds: Counter[str] = Counter()
+        self._said: set[str] = set()
+        self._lost = 0
+
+    # -- finding
+
+    def table_for(self, values: tuple[Any, ...]) -> Table:
+        """The table of calls with this structure; InputError for what no signature can hold."""
+        tree = tree_of(values, self.names)
+        if tree.spec not in self.tables:
+            self.tables[tree.spec] = Table(tree, specs_of(len(tree.tensor_paths)))
+        return self.tables[tree.spec]
+
+    def find(self, table: Table, key: Any, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Entry:
+        """The entry that speaks of this call; a new one when none does."""
+        for entry in list(table.entries.get(key, ())):
+            if entry.fits(tensors):
+                entry.used = next(self._clock)
+                return entry
+            self._note_miss(table, entry)
+        return self._new(table, key, Call(table.tree, values, tensors))
+
+    def _note_miss(self, table: Table, entry: Entry) -> None:
+        """Forget an entry whose tensors have moved: its graph would read memory that is no longer meant."""
+        miss = entry.miss() if entry.guard is not None and not entry.holds() else None
+        if miss is None:
+            return
+        log.info("%s: %s", self.setting.name, miss)
+        if not miss.moved:
+            self._count_value(("place", miss.name), miss.now, miss.name)
+            return
+        idle = entry.graph is not None and entry.graph.replays <= 1
+        self._rebinds[miss.name] = self._rebinds[miss.name] + 1 if idle else 0
+        self.forget(table, entry)
+
+    def _new(self, table: Table, key: Any, call: Call) -> Entry:
+        device, hosts, refused = self._placement(table, call)
+        entry = Entry(table, key, device)
+        entry.refusal = refused
+        entry.label = _label(call)
+        if hosts:
+            entry.expect(call.tensors, hosts)
+        self._watch_opaque(entry, call)
+        self._count_tokens(table, key)
+        table.add(entry)
+        entry.used = next(self._clock)
+        self._entries[id(entry)] = entry
+        if len(self._entries) > _MANY_ENTRIES:
+            self._trim()
+        return entry
+
+    def _placement(self, table: Table, call: Call) -> tuple[torch.device | None, list[int], Refusal | None]:
+        """The device to record on, the host scalars among the tensors, or why there is neither."""
+        for path, tensor in zip(table.tree.tensor_paths, call.tensors, strict=True):
+            why = refusal(tensor)
+            if why is not None:
+                return None, [], Refusal("layout", InputError(f"argument `{path}`: {why}"))
+        try:
+            device = self.setting.backend.device_of(call.tensors)
+        except InputError as error:
+            return None, [], Refusal("devices", error)
+        if device is None:
+            return None, [], Refusal("cpu")
+        hosts = [i for i, t in enumerate(call.tensors) if t.device.type != device.type]
+        for i in hosts:
+            if call.tensors[i].dim():
+                path, where = table.tree.tensor_paths[i], call.tensors[i].device
+                text = f"argument `{path}` is on {where} beside tensors on {device}: pass `{path}.to({str(device)!r})`"
+                return None, [], Refusal("devices", InputError(text))
+        return device, hosts, None
+
+    def _watch_opaque(self, entry: Entry, call: Call) -> None:
+        """An opaque argument is compared by identity: its entries die with it."""
+        life, number = weakref.ref(self), id(entry)
+
+        def gone(_: Any) -> None:
+            alive = life()
+            if alive is not None and number in alive._entries:
+                alive._outlive(alive._entries[number])
+
+        for _, value in call.opaque():
+            entry.opaque.append(weakref.ref(value, gone))
+
+    def _outlive(self, entry: Entry) -> None:
+        self._lost += entry.graph is None
+        self.forget(entry.table, entry)
+        if self._lost == _RETRIES:
+            paths = ", ".join(f"`{entry.table.tree.const_paths[i]}`" for i in entry.table.tree.opaque)
+            self.say("opaque", f"{paths} is a new object at each call, so no call is ever captured: keep one object")
+
+    # -- advancing
+
+    def advance(self, entry: Entry, call: Call) -> Any:
+        """Make this call's result by the way that brings its signature nearer to a graph."""
+        if entry.refusal is not None:
+            return self._refuse(entry.refusal, call)
+        if entry.wait > 0:
+            entry.wait -= 1
+            return self._eagerly("evicted", call)
+        self._check_rebinds(entry)
+        with self.setting.pool.lock:
+            if entry.graph is not None:
+                return entry.graph(call.tensors, call.values)
+            if entry.warmed < self.options.warmup:
+                return self._warm_up(entry, call)
+            return self._record(entry, call)
+
+    def _check_rebinds(self, entry: Entry) -> None:
+        for name, times in self._rebinds.items():
+            if times >= _RETRIES and entry.warmed >= self.options.warmup:
+                entry.refusal = Refusal(
+                    "rebound",
+                    CaptureError(
+                        f"`{name}` is re-bound to another tensor between calls",
+                        why="a graph reads fixed memory, so each new tensor needs a new graph",
+                        fix="write into the same tensor with `copy_`, or pass it as an argument",
+                    ),
+                )
+
+    def _refuse(self, refused: Refusal, call: Call) -> Any:
+        if refused.error is not None and self.options.fallback == "raise":
+            raise refused.error.with_traceback(None)
+        if refused.error is not None:
+            self.say(refused.reason, f"runs eagerly from now on for this kind of call: {refused.error}")
+        elif refused.advice:
+            self.say(refused.reason, f"runs eagerly: {refused.advice}")
+        return self._eagerly(refused.reason, call)
+
+    def _eagerly(self, reason: str, call: Call) -> Any:
+        result = self.setting.run(call.values)
+        self.count_eager(reason)
+        return result
+
+    def count_eager(self, reason: str) -> None:
+        """Count one plain call."""
+        self.counts["eager"] += 1
+        self.reasons[reason] += 1
+
+    def _warm_up(self, entry: Entry, call: Call) -> Any:
+        """Run for real, on the capture stream, and learn what a capture would meet."""
+        assert entry.device is not None
+        watch = Watch(entry.device)
+        with self.setting.backend.scope(entry.device), watching(watch, self.setting.backend.listen):
+            result = self.setting.run(call.values)
+        self.setting.backend.hand_over(_tensors(result))
+        self._learn(entry, call, watch, result)
+        if entry.refusal is not None and entry.refusal.error is not None:
+            if self.options.fallback == "raise":
+                raise entry.refusal.error
+            self.say(entry.refusal.reason, f"runs eagerly from now on for this kind of call: {entry.refusal.error}")
+        self.counts["warmups"] += 1
+        return result
+
+    def _learn(self, entry: Entry, call: Call, watch: Watch, result: Any) -> None:
+        assert entry.device is not None
+        self.executed.merge(watch.executed)
+        self.generators.update(watch.generators)
+        entry.warmed += 1
+        survey = Survey(self.setting.roots(call), self.executed)
+        entry.trust(Guard(survey, outside=(), written=set(), device=entry.device))
+        if watch.offences:
+            entry.refusal = Refusal("uncapturable", watch.offences[0])
+        elif needs_grad(result, watch):
+            entry.refusal = _GRAD
+        elif not watch.device_work and not call.tensors:
+            entry.refusal = Refusal("cpu")
+
+    def _record(self, entry: Entry, call: Call) -> Any:
+        try:
+            self._make_graph(entry, call)
+        except NeedsGrad:
+            entry.refusal = _GRAD
+        except CaptureError as error:
+            entry.refusal = Refusal("uncapturable", error)
+        except Exception as error:
+            self._note_failure(entry, error)
+            raise
+        if entry.graph is None:
+            assert entry.refusal is not None
+            return self._refuse(entry.refusal, call)
+        result = entry.graph(call.tensors, call.values)
+        entry.graph.replays = 0
+        self.counts["captures"] += 1
+        return result
+
+    def _note_failure(self, entry: Entry, error: Exception) -> None:
+        """After the user's own error the signature starts again, but not for ever."""
+        entry.warmed = 0
+        self._rebinds.clear()
+        entry.evictions += 1
+        entry.wait = 2**entry.evictions - 2
+        log.info("%s: recording failed with %r", self.setting.name, error)
+
+    def _make_graph(self, entry: Entry, call: Call) -> None:
+        assert entry.device is not None
+        self.make_room()
+        specs = [TensorSpec(*spec) for spec in entry.table.specs(call.tensors)]
+        generators = list(self.generators.values())
+        with self.setting.backend.scope(entry.device):
+            graph, guard = record(self.setting, call, specs, entry.device, self.executed, generators)
+        entry.settle(graph, guard)
+        self.ready.append(entry)
+        self.counts["recordings"] += 1
+        log.info("%s: recorded %s: %d nodes in %.3f s", self.setting.name, entry.label, graph.recording.nodes, graph.seconds)
+
+    def rehearse(self, entry: Entry, call: Call) -> None:
+        """Record ahead of time: warm-ups and the capture leave no trace."""
+        assert entry.device is not None
+        setting, generators = self.setting, list(self.generators.values())
+        for _ in range(self.options.warmup - entry.warmed):
+            survey = Survey([*setting.roots(call), ("arguments", list(call.values))], Executed(everything=True))
+            with setting.backend.scope(entry.device), trial(setting.backend, entry.device, survey, generators) as undo:
+                watch = Watch(entry.device, undo=undo)
+                with watching(watch, setting.backend.listen):
+                    result = setting.run(call.values)
+            self._learn(entry, call, watch, result)
+        if entry.refusal is None:
+            survey = Survey(setting.roots(call), self.executed)
+            with trial(setting.backend, entry.device, survey, generators):
+                self._make_graph(entry, call)
+
+    # -- leaving
+
+    def make_room(self) -> None:
+        """Drop the least recently used graphs beyond `max_graphs`, counting the one to come."""
+        limit = self.options.max_graphs
+        while limit is not None and len(self.ready) >= limit:
+            oldest = min(self.ready, key=lambda entry: entry.used)
+            self._retire(oldest)
+            oldest.drop()
+            # A signature that keeps being evicted must pay: it waits twice as long each time.
+            oldest.evictions += 1
+            oldest.wait = 2**oldest.evictions
+            self.counts["evictions"] += 1
+
+    def forget(self, table: Table, entry: Entry) -> None:
+        """Drop an entry and its graph."""
+        self._retire(entry)
+        table.remove(entry)
+        self._entries.pop(id(entry), None)
+
+    def _retire(self, entry: Entry) -> None:
+        if entry in self.ready:
+            self.ready.remove(entry)
+        if entry.graph is not None:
+            self.retired_replays += entry.graph.replays
+
+    def _trim(self) -> None:
+        """Forget the signatures that never came back, oldest first."""
+        idle = sorted((e for e in self._entries.values() if e.graph is None), key=lambda e: e.used)
+        for entry in idle[: len(idle) // 2]:
+            self.forget(entry.table, entry)
+
+    def clear(self) -> None:
+        """Forget everything but the counts."""
+        for entry in list(self._entries.values()):
+            self.forget(entry.table, entry)
+        self.tables.clear()
+        self._rebinds.clear()
+        self.setting.pool.forget()
+
+    # -- speaking
+
+    def say(self, reason: str, text: str) -> None:
+        """Warn once per reason, at the user's own line."""
+        if reason in self._said or reason in _QUIET:
+            return
+        self._said.add(reason)
+        frame, message = user_frame(), f"`{self.setting.name}` {text}"
+        log.warning(message)
+        if frame is None:
+            warnings.warn(message, GraphifyWarning, stacklevel=2)
+        else:
+            registry = frame.f_globals.setdefault("__warningregistry__", {})
+            warnings.warn_explicit(
+                message, GraphifyWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry
+            )
+
+    def _count_tokens(self, table: Table, key: Any) -> None:
+        for path, token in zip(table.tree.const_paths, key[1], strict=True):
+            if isinstance(token, (int, float)) and not isinstance(token, bool):
+                self._count_value((id(table), path), token, path)
+
+    def _count_value(self, where: tuple[Any, ...], value: Any, name: str) -> None:
+        """Many values of one number are the sign of a number that should be a tensor."""
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return
+        seen = self._seen_values.setdefault(where, set())
+        if len(seen) < _MANY_VALUES:
+            seen.add(value)
+        if len(seen) == _MANY_VALUES:
+            self.say(
+                f"values of {name}",
+                f"has seen {_MANY_VALUES} values of `{name}`; each is baked into a graph of its own: pass it as a tensor",
+            )
+
+
+def _tensors(result: Any) -> tuple[Tensor, ...]:
+    found = tree_of((result,), ("output",)).unpack((result,))
+    assert found is not None
+    return found[0]
+
+
+def _label(call: Call) -> str:
+    """A signature in a user's words."""
+    parts = [
+        f"{path}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+        for path, t in zip(call.tree.tensor_paths, call.tensors, strict=True)
+    ]
+    parts += [f"{path}={value!r}" for path, value in zip(call.tree.const_paths, call.consts, strict=True) if value is not None]
+    return ", ".join(parts[:12]) + (", ..." if len(parts) > 12 else "") or "no arguments"

@@ -1,0 +1,340 @@
+"""What a decorated function becomes, and how it keeps one set of graphs per instance of its class."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from types import MethodType, MethodWrapperType
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+
+from ._wrapper import Options, Runner
+
+if TYPE_CHECKING:
+    from .stats import GraphRecord, Stats
+
+__all__ = [
+    "BoundMethod",
+    "GraphedClassMethod",
+    "GraphedFunction",
+    "GraphedMethod",
+    "WeakMethod",
+    "plain",
+    "travelling",
+]
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+S = TypeVar("S")
+
+
+class _Once:
+    """The lock under which runners are made, so that two threads never make two for one place."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        # Reentrant: making a runner may collect garbage, and a finaliser may use a graphed method.
+        self.lock = threading.RLock()
+
+
+ONCE = _Once()
+if hasattr(os, "register_at_fork"):
+    # A thread that the child does not have may hold the lock.
+    os.register_at_fork(after_in_child=ONCE.renew)
+
+
+class WeakMethod:
+    """A bound method that does not keep its instance alive; `__self__` raises ReferenceError once it is gone."""
+
+    __slots__ = ("__func__", "__weakref__", "_instance")
+
+    def __init__(self, instance: Any, function: Callable[..., Any]) -> None:
+        self._instance = weakref.ref(instance)
+        self.__func__ = function
+
+    @property
+    def __self__(self) -> Any:
+        instance = self._instance()
+        if instance is None:
+            raise ReferenceError(f"the instance of {_name_of(self.__func__)}() is gone")
+        return instance
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return bind(self.__func__, self.__self__)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(MethodType(self.__func__, self))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return bind(self.__func__, self.__self__)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__func__, name)
+
+    def __repr__(self) -> str:
+        return f"<WeakMethod {_name_of(self.__func__)}>"
+
+
+def bind(function: Any, instance: Any) -> Callable[..., Any]:
+    """The bound method, made the way attribute access makes it."""
+    bound: Callable[..., Any] = function.__get__(instance, type(instance))
+    return bound
+
+
+def binds(function: Any) -> bool:
+    """Whether a callable becomes a method in a class body; partials, builtins and plain objects do not."""
+    return hasattr(type(function), "__get__") and not isinstance(function, (MethodType, MethodWrapperType))
+
+
+class _Controls:
+    """The controls that every graphed callable has, in terms of its runner."""
+
+    __slots__ = ()
+
+    runner: Runner
+
+    def _controlled(self) -> Runner:
+        return self.runner
+
+    def stats(self) -> Stats:
+        """How the calls so far got their results; see `Stats`."""
+        return self._controlled().stats()
+
+    @property
+    def graphs(self) -> tuple[GraphRecord, ...]:
+        """One record per graph: signature, replays, nodes, bytes, capture seconds, unguarded tensors."""
+        return self._controlled().graphs
+
+    def report(self) -> str:
+        """Stats and graphs as a table."""
+        return self._controlled().report()
+
+    def capture(self, *args: Any, **kwargs: Any) -> GraphRecord:
+        """Capture the signature of these arguments ahead of time, without a trace."""
+        return self._controlled().capture(*args, **kwargs)
+
+    def reset(self) -> None:
+        """Drop all graphs and their memory; the next call starts anew."""
+        self._controlled().reset()
+
+
+class BoundMethod(Protocol[Q, R_co]):
+    """The type of a graphed method bound to its instance: a `types.MethodType` that has the controls too."""
+
+    @property
+    def __self__(self) -> Any: ...
+    @property
+    def __func__(self) -> Any: ...
+    @property
+    def __wrapped__(self) -> Callable[..., R_co]: ...
+    @property
+    def __name__(self) -> str: ...
+    def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R_co: ...
+    def stats(self) -> Stats: ...
+    @property
+    def graphs(self) -> tuple[GraphRecord, ...]: ...
+    def report(self) -> str: ...
+    def capture(self, *args: Q.args, **kwargs: Q.kwargs) -> GraphRecord: ...
+    def reset(self) -> None: ...
+
+
+class GraphedMethod(_Controls, Generic[R]):
+    """The graphs of one instance, in the role of the function of a `types.MethodType`.
+
+    That type passes the instance first, and hands on every attribute it has not got itself, the controls
+    among them. Only the bound method holds the instance.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "runner")
+
+    __wrapped__: Callable[..., R]
+
+    def __init__(self, names: dict[str, Any], runner: Runner) -> None:
+        self.__dict__ = names  # the graphed function's own; to hold that function would be a cycle
+        self.runner = runner
+
+    def __call__(self, instance: Any, /, *args: Any, **kwargs: Any) -> R:
+        return self.runner(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"<graphs of {_name_of(self.__wrapped__)} for one instance>"
+
+
+class _Place(weakref.ref[Any]):
+    """Where one instance's runner is kept: under the instance's id, until the instance dies."""
+
+    # The table is reached weakly: were it held, table and place would be a cycle and free nothing without gc.
+    __slots__ = ("home", "key", "method")
+
+    key: int
+    home: weakref.ref[GraphedFunction[..., Any]]
+    method: GraphedMethod[Any]
+
+
+def _vacate(place: _Place) -> None:
+    home = place.home()
+    # The id may have been given to another instance by now.
+    if home is not None and home._places.get(place.key) is place:
+        del home._places[place.key]
+
+
+class GraphedFunction(_Controls, Generic[P, R]):
+    """A callable whose calls are replayed as graphs; what `graphify` makes of anything but a module.
+
+    In a class body it is a method: attribute access on an instance gives a bound method with graphs of that
+    instance's own, which die with it. Nothing is stored in the instance, and its `__eq__` and `__hash__`
+    play no part.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "_owner", "_places", "options", "runner")
+
+    __wrapped__: Callable[P, R]
+    __name__: str
+    __qualname__: str
+    runner: Runner
+    options: Options
+
+    def __init__(self, function: Callable[P, R], options: Options) -> None:
+        self.options = options
+        self._places: dict[int, _Place] = {}
+        self._owner: weakref.ref[type] | None = None
+        functools.update_wrapper(self, function, updated=())
+        if inspect.isroutine(function):
+            self.__dict__.update(getattr(function, "__dict__", {}), __wrapped__=function)
+        self.__dict__.setdefault("__name__", type(function).__name__)
+        self.__dict__.setdefault("__qualname__", self.__name__)
+        self.runner = Runner(function, options, _name_of(function))
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.runner(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        if binds(self.__wrapped__):
+            self._owner = weakref.ref(owner)
+            self.__class__ = _Unbound  # another `__call__`, at no cost to plain functions
+
+    @overload
+    def __get__(self, instance: None, owner: type, /) -> GraphedFunction[P, R]: ...
+
+    @overload
+    def __get__(
+        self: GraphedFunction[Concatenate[S, Q], R], instance: S, owner: type | None = None, /
+    ) -> BoundMethod[Q, R]: ...
+
+    def __get__(self, instance: Any, owner: Any = None, /) -> Any:
+        if instance is None:
+            return self
+        place = self._places.get(id(instance))
+        if place is None or place() is not instance:
+            if not binds(self.__wrapped__):
+                return self
+            place = self._settle(instance)
+        return MethodType(place.method, instance)
+
+    def _settle(self, instance: Any) -> _Place:
+        with ONCE.lock:
+            place = self._places.get(id(instance))
+            if place is not None and place() is instance:
+                return place
+            target = self._weakly(instance)
+            place = _Place(instance, _vacate)
+            place.key, place.home = id(instance), weakref.ref(self)
+            runner = Runner(target, self.options, _name_of(self.__wrapped__))
+            place.method = GraphedMethod(self.__dict__, runner)
+            # A finaliser may have come first on this very thread: then its runner stays.
+            standing = self._places.get(place.key)
+            if standing is not None and standing() is instance:
+                return standing
+            self._places[place.key] = place
+            return place
+
+    def _weakly(self, instance: Any) -> WeakMethod:
+        try:
+            return WeakMethod(instance, self.__wrapped__)
+        except TypeError as error:
+            kind, method = type(instance).__qualname__, self.__name__
+            raise TypeError(
+                f"{_name_of(self.__wrapped__)}: graphs are kept per instance and die with it, and instances of "
+                f"`{kind}` cannot be weakly referenced.\n"
+                f'  write: add "__weakref__" to the `__slots__` of `{kind}` (a dataclass: weakref_slot=True), or\n'
+                f"         graph the bound method of one instance yourself, "
+                f"graphify({kind}.{method}.__wrapped__.__get__(instance))"
+            ) from error
+
+    def __copy__(self) -> GraphedFunction[P, R]:
+        return self  # as functions are
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedFunction[P, R]:
+        target = copy.deepcopy(self.__wrapped__, memo)
+        return self if target is self.__wrapped__ else GraphedFunction(target, self.options)
+
+    def __reduce__(self) -> Any:
+        if _found(self.__module__, self.__qualname__) is self:
+            return self.__qualname__
+        return GraphedFunction, (self.__wrapped__, travelling(self.options))
+
+    def __repr__(self) -> str:
+        return f"<graphed {_name_of(self.__wrapped__)}>"
+
+
+class _Unbound(GraphedFunction[P, R]):
+    """A graphed function as its class holds it: called through the class, it takes the instance first."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        owner = self._owner() if self._owner is not None else None
+        if args and owner is not None and isinstance(args[0], owner):
+            bound: Callable[..., R] = self.__get__(args[0], owner)
+            return bound(*args[1:], **kwargs)
+        return self.runner(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def _controlled(self) -> Runner:
+        name = _name_of(self.__wrapped__)
+        raise TypeError(f"`{name}` has graphs per instance.\n  write: instance.{self.__name__}.stats(), ...")
+
+
+class GraphedClassMethod(classmethod):  # type: ignore[type-arg]  # not subscriptable when it runs
+    """A graphed class method: each class, subclasses included, keeps graphs of its own."""
+
+    def __get__(self, instance: Any, owner: type | None = None, /) -> Any:
+        function: Any = self.__func__
+        return function.__get__(owner if owner is not None else type(instance))
+
+
+def plain(target: Any) -> Any:
+    """What a graphed callable runs; anything else is itself."""
+    if isinstance(target, MethodType) and isinstance(target.__func__, GraphedMethod):
+        return bind(target.__func__.__wrapped__, target.__self__)
+    if isinstance(target, GraphedFunction):
+        return target.__wrapped__
+    return target.target if isinstance(target, Runner) else target
+
+
+def travelling(options: Options) -> Options:
+    """The options that a pickled wrapper takes along: a pool belongs to its process."""
+    return replace(options, pool=None)
+
+
+def _found(module: str | None, qualname: str) -> Any:
+    found: Any = sys.modules.get(module or "")
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _name_of(function: Any) -> str:
+    name: str = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return name

@@ -1,0 +1,76 @@
+"""How a wrapper works, and the switches that turn every wrapper off."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from ._pool import GraphPool
+
+__all__ = ["BACKENDS", "Options", "disabled", "switched_off"]
+
+BACKENDS = ("auto", "cuda", "tape", "eager")
+
+_thread = threading.local()
+_DISABLED = os.environ.get("GRAPHIFY_DISABLE", "") not in ("", "0")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a wrapper works; `graphify` says what each option means."""
+
+    outputs: Literal["fresh", "static"] = "fresh"
+    warmup: int = 1
+    fallback: Literal["raise", "eager"] = "raise"
+    max_graphs: int | None = 64
+    pool: GraphPool | None = None
+    backend: Literal["auto", "cuda", "tape", "eager"] = "auto"
+
+    def __post_init__(self) -> None:
+        _one_of("outputs", self.outputs, ("fresh", "static"))
+        _one_of("fallback", self.fallback, ("raise", "eager"))
+        _one_of("backend", self.backend, BACKENDS)
+        _count("warmup", self.warmup)
+        if self.max_graphs is not None:
+            _count("max_graphs", self.max_graphs)
+        if self.pool is not None and not isinstance(self.pool, GraphPool):
+            raise TypeError(f"pool must be a GraphPool or None, not {self.pool!r}")
+
+
+def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+
+
+def _count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Run every graphed callable on this thread as the plain function, while inside.
+
+    Example:
+        >>> with disabled():
+        ...     y = model(x)     # eager, whatever was captured
+
+    Works as a decorator too. `GRAPHIFY_DISABLE=1` in the environment does the same for the whole process.
+    """
+    before = getattr(_thread, "off", False)
+    _thread.off = True
+    try:
+        yield
+    finally:
+        _thread.off = before
+
+
+def switched_off() -> bool:
+    """Whether `disabled()` or the environment asks for plain functions."""
+    return _DISABLED or getattr(_thread, "off", False)

@@ -1,0 +1,320 @@
+"""Where Python holds what a run can read: a survey of places, and how two surveys differ."""
+
+from __future__ import annotations
+
+import enum
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ._code import Executed, is_library, names_of
+
+__all__ = ["MISSING", "Change", "Place", "Survey", "is_plain", "same"]
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size)
+_PLAIN += (torch.layout, torch.memory_format, type(Ellipsis), range, slice)
+_BULK = 64
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_SKIPPED_PACKAGES = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is compared by value rather than by identity."""
+    if type(value) is tuple or type(value) is frozenset:
+        return all(map(is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def same(new: Any, old: Any) -> bool:
+    """Whether a place still holds what it held: plain values by type and value, others by identity."""
+    if new is old:
+        return True
+    if type(new) is not type(old) or not is_plain(new):
+        return False
+    return repr(new) == repr(old) if isinstance(new, (float, complex, tuple)) else bool(new == old)
+
+
+class Place(NamedTuple):
+    """One slot that Python code can read.
+
+    Kinds: "item" of a dict or list, "field" of an instance's or module's `__dict__` or of a namespace,
+    "class" attribute, closure "cell", "attr" in a slot, "bulk" for a long list of plain values.
+    """
+
+    container: Any
+    key: Any
+    kind: str
+    name: str
+
+    def read(self) -> Any:
+        """What the place holds now, or MISSING."""
+        try:
+            if self.kind in ("item", "field"):
+                return self.container[self.key]
+            if self.kind == "class":
+                return vars(self.container)[self.key]
+            return getattr(self.container, "cell_contents" if self.kind == "cell" else self.key)
+        except (LookupError, AttributeError, ValueError):
+            return MISSING
+
+    def write(self, value: Any) -> None:
+        """Make the place hold a value; MISSING empties it."""
+        if value is MISSING:
+            if self.kind in ("item", "field"):
+                del self.container[self.key]
+            else:
+                delattr(self.container, "cell_contents" if self.kind == "cell" else self.key)
+        elif self.kind in ("item", "field"):
+            self.container[self.key] = value
+        else:
+            setattr(self.container, "cell_contents" if self.kind == "cell" else self.key, value)
+
+    @property
+    def id(self) -> tuple[int, Any]:
+        """What makes two places the same one."""
+        return (id(self.container), self.key)
+
+
+class Change(NamedTuple):
+    """A place whose content a run changed."""
+
+    place: Place
+    before: Any
+    after: Any
+
+
+class Survey:
+    """Every place that executed code can reach from `roots` by the names it uses, and what each holds.
+
+    Parameters, buffers and submodules of every reachable module count whether or not they are named.
+    """
+
+    def __init__(self, roots: Iterable[tuple[str, Any]], executed: Executed) -> None:
+        self.executed = executed
+        self.names = None if executed.everything else executed.names() | {"training"}
+        self.places: dict[tuple[int, Any], tuple[Place, Any]] = {}
+        self.sizes: list[tuple[Any, list[Any], str]] = []
+        self.bulk: list[tuple[Any, Any, str]] = []
+        self.hooks: list[tuple[Any, int, str]] = []
+        self.modules: list[nn.Module] = []
+        self._seen: dict[int, Any] = {}
+        self._keys: dict[int, list[Any]] = {}
+        self._queue: deque[tuple[Any, str]] = deque()
+        for name, value in roots:
+            self._reach(value, name)
+        for code, scope in executed.scopes():
+            self._add_all(Place(scope, name, "field", name) for name in names_of(code).scope if name in scope)
+        while self._queue:
+            value, name = self._queue.popleft()
+            self._walk(value, name)
+
+    def holds(self, value: Any) -> bool:
+        """Whether the survey met this very object."""
+        return id(value) in self._seen
+
+    def tensors(self) -> Iterator[tuple[Place, Tensor]]:
+        """The places that hold tensors."""
+        return ((place, value) for place, value in self.places.values() if isinstance(value, Tensor))
+
+    def changes(self, after: Survey) -> list[Change]:
+        """What happened between this survey and a later one of the same roots."""
+        found = []
+        for key, (place, now) in after.places.items():
+            if key in self.places and not same(now, self.places[key][1]):
+                found.append(Change(place, self.places[key][1], now))
+            elif key not in self.places and self._was_absent(place):
+                found.append(Change(place, MISSING, now))
+        for key, (place, before) in self.places.items():
+            if key not in after.places and place.read() is MISSING:
+                found.append(Change(place, before, MISSING))
+        for container, content, name in self.bulk:
+            if container != content:
+                found.append(Change(Place(container, None, "bulk", name), content, container))
+        return found
+
+    def _was_absent(self, place: Place) -> bool:
+        """Whether a container that this survey knows did not have this key then."""
+        keys = self._keys.get(id(place.container))
+        if keys is None:
+            return False
+        return place.key >= len(keys) if isinstance(place.container, (list, deque)) else place.key not in keys
+
+    def adopt(self, after: Survey, changed: set[tuple[int, Any]]) -> None:
+        """Take over places that only a later survey met, unless they changed."""
+        for key, held in after.places.items():
+            if key not in changed and id(held[0].container) in self._seen:
+                self.places.setdefault(key, held)
+
+    def restore(self) -> None:
+        """Put back what the surveyed places held, and the length of the surveyed lists and dicts."""
+        for container, keys, _ in self.sizes:
+            _truncate(container, keys)
+        for container, content, _ in self.bulk:
+            _refill(container, content)
+        for place, value in self.places.values():
+            if place.read() is not value:
+                place.write(value)
+
+    def _add(self, place: Place) -> None:
+        value = place.read()
+        if value is MISSING or place.id in self.places:
+            return
+        self.places[place.id] = (place, value)
+        self._seen[id(place.container)] = place.container
+        self._reach(value, place.name)
+
+    def _add_all(self, places: Iterable[Place]) -> None:
+        for place in places:
+            self._add(place)
+
+    def _reach(self, value: Any, name: str) -> None:
+        if id(value) in self._seen or isinstance(value, Tensor) or is_plain(value):
+            return
+        self._seen[id(value)] = value
+        self._queue.append((value, name))
+
+    def _walk(self, value: Any, name: str) -> None:
+        for kind, walk in _WALKS:
+            if isinstance(value, kind):
+                walk(self, value, name)
+                return
+        package = type(value).__module__.partition(".")[0]
+        if package == "graphify":
+            self._walk_graphed(value, name)
+        elif package not in _SKIPPED_PACKAGES:
+            self._walk_object(value, name)
+
+    def _walk_graphed(self, value: Any, name: str) -> None:
+        """A wrapper of ours stands for what it wraps."""
+        for part, called in (("__self__", "self"), ("__func__", name), ("__wrapped__", name)):
+            self._reach(getattr(value, part, None), called)
+
+    def _used(self, names: Iterable[str]) -> Iterator[str]:
+        return (n for n in names if self.names is None or n in self.names)
+
+    def _walk_module(self, module: nn.Module, name: str) -> None:
+        self.modules.append(module)
+        state = module.__dict__
+        for registry in ("_parameters", "_buffers", "_modules"):
+            held = state[registry]
+            self._add_all(Place(held, key, "field", f"{name}.{key}") for key in list(held))
+            self._seen[id(held)] = held
+        self._size(state["_modules"], name)
+        self.hooks += [(state[h], len(state[h]), f"{name}.{h}") for h in _HOOKS if h in state]
+        self._walk_object(module, name)
+
+    def _walk_object(self, value: Any, name: str) -> None:
+        state = getattr(value, "__dict__", None)
+        if isinstance(state, dict):
+            hidden = _MODULE_INTERNALS if isinstance(value, nn.Module) else frozenset()
+            self._seen[id(state)] = state
+            self._size(state, name)
+            keys = [k for k in self._used(state) if k not in hidden]
+            self._add_all(Place(state, key, "field", f"{name}.{key}") for key in keys)
+        for cls in _user_bases(type(value)):
+            slots = [k for k, v in vars(cls).items() if isinstance(v, types.MemberDescriptorType)]
+            self._add_all(Place(value, slot, "attr", f"{name}.{slot}") for slot in self._used(slots))
+        self._walk_class(type(value), name)
+
+    def _walk_class(self, cls: type, name: str) -> None:
+        for base in _user_bases(cls):
+            used = [k for k, v in vars(base).items() if not k.startswith("__") and not _is_descriptor(v)]
+            self._add_all(Place(base, key, "class", f"{name}.{key}") for key in self._used(used))
+
+    def _walk_function(self, function: types.FunctionType, name: str) -> None:
+        if not self.executed.ran(function.__code__) or is_library(function.__code__.co_filename):
+            return
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._add(Place(cell, key, "cell", key))
+        for default in (function.__defaults__ or (), *(function.__kwdefaults__ or {}).values()):
+            self._reach(default, f"a default of {name}")
+        scope = function.__globals__
+        self._add_all(
+            Place(scope, key, "field", key) for key in names_of(function.__code__).scope if key in scope
+        )
+        self._reach(getattr(function, "__wrapped__", None), name)
+
+    def _walk_method(self, method: Any, name: str) -> None:
+        self._reach(method.__self__, "self")
+        self._reach(method.__func__, name)
+
+    def _walk_partial(self, value: partial[Any], name: str) -> None:
+        self._reach(value.func, name)
+        self._walk_sequence(value.args, f"{name}.args")
+        self._walk_dict(value.keywords, f"{name}.keywords")
+
+    def _walk_dict(self, value: dict[Any, Any], name: str) -> None:
+        if len(value) > _BULK and all(map(is_plain, value.values())):
+            self.bulk.append((value, dict(value), name))
+            return
+        self._size(value, name)
+        self._add_all(Place(value, key, "item", f"{name}[{key!r}]") for key in list(value))
+
+    def _walk_sequence(self, value: Sequence[Any], name: str) -> None:
+        if len(value) > _BULK and all(map(is_plain, value)):
+            self.bulk.append((value, copy(value), name))
+            return
+        self._size(value, name)
+        self._add_all(Place(value, i, "item", f"{name}[{i}]") for i in range(len(value)))
+
+    def _walk_namespace(self, value: types.ModuleType, name: str) -> None:
+        if self.names is None or value.__name__.partition(".")[0] in _SKIPPED_PACKAGES | {"graphify"}:
+            return
+        scope = vars(value)
+        used = [k for k in self._used(scope) if not k.startswith("__")]
+        self._add_all(Place(scope, key, "field", f"{name}.{key}") for key in used)
+
+    def _size(self, container: Any, name: str) -> None:
+        self._seen[id(container)] = container
+        if not isinstance(container, tuple):
+            keys = list(container) if isinstance(container, dict) else [None] * len(container)
+            self.sizes.append((container, keys, name))
+            self._keys[id(container)] = keys
+
+
+def _user_bases(cls: type) -> Iterator[type]:
+    skipped = _SKIPPED_PACKAGES | {"graphify"}
+    return (base for base in cls.__mro__ if base.__module__.partition(".")[0] not in skipped)
+
+
+def _is_descriptor(value: Any) -> bool:
+    return isinstance(value, (property, types.MemberDescriptorType, types.GetSetDescriptorType))
+
+
+def _truncate(container: Any, keys: list[Any]) -> None:
+    """Drop what a run appended to a list or added to a dict."""
+    if isinstance(container, dict):
+        for key in [k for k in container if k not in keys] if len(container) > len(keys) else ():
+            del container[key]
+    else:
+        while len(container) > len(keys):
+            container.pop()
+
+
+def _refill(container: Any, content: Any) -> None:
+    if container != content:
+        container.clear()
+        getattr(container, "update" if isinstance(container, dict) else "extend")(content)
+
+
+Walk = Callable[[Survey, Any, str], None]
+_WALKS: list[tuple[Any, Walk]] = [
+    (nn.Module, Survey._walk_module),
+    (types.FunctionType, Survey._walk_function),
+    (types.MethodType, Survey._walk_method),
+    (partial, Survey._walk_partial),
+    (dict, Survey._walk_dict),
+    ((list, tuple, deque), Survey._walk_sequence),
+    (types.ModuleType, Survey._walk_namespace),
+    (type, Survey._walk_class),
+]

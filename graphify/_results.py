@@ -1,0 +1,150 @@
+"""Results: how each tensor that a call returns or leaves behind is made after a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ._layout import family_key, is_dense, span, view_of
+from .backends.base import Backend
+
+__all__ = ["ResultPlan", "lending"]
+
+Sources = Sequence[Tensor]
+Maker = Callable[[Sources, Sequence[Tensor]], Tensor]
+Cloner = Callable[[Sequence[Tensor]], Callable[[], Sequence[Tensor]]]
+
+
+def lending(backend: Backend, retire: Callable[[Callable[[], None]], None]) -> Cloner:
+    """A cloner that lends graph memory and hands the call that closes each loan to `retire`."""
+
+    def cloner(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        def lend() -> Sequence[Tensor]:
+            loans = [backend.lend(t) for t in tensors]
+            for _, close in loans:
+                retire(close)
+            return [alias for alias, _ in loans]
+
+        return lend
+
+    return cloner
+
+
+class ResultPlan:
+    """Where each result tensor comes from at a call.
+
+    - the caller's argument, or the same view of it, when the run returned its static input;
+    - an outside tensor itself, or the same view of it;
+    - else memory of the recording: one copy per storage, viewed with eager's strides.
+    """
+
+    def __init__(
+        self, results: Sources, statics: Sources, outside: Sequence[Tensor], cloner: Cloner
+    ) -> None:
+        self.results = results
+        self._statics = _by_storage(statics)
+        self._outside = _by_storage(outside)
+        self.copied: list[Tensor] = []
+        self._wholes: dict[int, tuple[int, int]] = {}
+        makers = [self._maker(result) for result in results]
+        self.make = self._plan(makers, cloner)
+
+    def _plan(self, makers: list[Maker], cloner: Cloner) -> Callable[[Sources], Sequence[Tensor]]:
+        clone = _in_mode(cloner(self.copied), self.copied) if self.copied else tuple
+        plain = len(self.copied) == len(makers) and all(m is _Copied for m in map(type, makers))
+        if plain and [m.position for m in makers] == list(range(len(makers))):  # type: ignore[attr-defined]
+            return lambda sources: clone()
+        first = [next(j for j, r in enumerate(self.results) if r is result) for result in self.results]
+        graded = [r.requires_grad and isinstance(m, _Copied) for r, m in zip(self.results, makers, strict=True)]
+
+        def make(sources: Sources) -> Sequence[Tensor]:
+            fresh = clone()
+            made: list[Tensor] = []
+            for i, maker in enumerate(makers):
+                made.append(made[first[i]] if first[i] < i else maker(sources, fresh))
+                if graded[i]:
+                    made[i].requires_grad_()
+            return made
+
+        return make
+
+    def _maker(self, result: Tensor) -> Maker:
+        key = family_key(result)
+        if key in self._statics:
+            return self._from_argument(result, self._statics[key])
+        if key in self._outside:
+            return self._from_outside(result, self._outside[key])
+        return self._from_copy(result, key)
+
+    def _from_argument(self, result: Tensor, held: list[tuple[int, Tensor]]) -> Maker:
+        for i, static in held:
+            if result is static:
+                return lambda sources, fresh: sources[i]
+        i, static = held[0]
+        shift = _first_byte(result) - _first_byte(static)
+        size, stride = result.shape, result.stride()
+        return lambda sources, fresh: view_of(sources[i], result, _first_byte(sources[i]) + shift, size, stride)
+
+    def _from_outside(self, result: Tensor, held: list[tuple[int, Tensor]]) -> Maker:
+        for _, tensor in held:
+            if result is tensor:
+                return lambda sources, fresh: result
+        base, byte, size, stride = held[0][1], _first_byte(result), result.shape, result.stride()
+        return lambda sources, fresh: view_of(base, result, byte, size, stride)
+
+    def _from_copy(self, result: Tensor, key: int) -> Maker:
+        if key not in self._wholes:
+            self._wholes[key] = self._add_whole([r for r in self.results if family_key(r) == key])
+        position, low = self._wholes[key]
+        if self.copied[position] is result:
+            return _Copied(position)
+        byte, size, stride = _first_byte(result) - low, result.shape, result.stride()
+        return lambda sources, fresh: view_of(fresh[position], result, byte, size, stride)
+
+    def _add_whole(self, family: list[Tensor]) -> tuple[int, int]:
+        """Choose what to copy for results that share one storage: the tensor itself, or its byte range."""
+        result = family[0]
+        alone = all(r is result for r in family)
+        if alone and is_dense(result) and not (result.is_conj() or result.is_neg()):
+            self.copied.append(result)
+            return len(self.copied) - 1, 0
+        low, high = span(family)
+        flat = torch.empty(0, dtype=torch.uint8, device=result.device)
+        self.copied.append(flat.set_(result.untyped_storage(), low, (high - low,), (1,)))
+        return len(self.copied) - 1, low
+
+
+class _Copied:
+    """A result that is a copy as it stands."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def __call__(self, sources: Sources, fresh: Sequence[Tensor]) -> Tensor:
+        return fresh[self.position]
+
+
+def _in_mode(clone: Callable[[], Sequence[Tensor]], copied: Sources) -> Callable[[], Sequence[Tensor]]:
+    """Make copies in the inference mode that the run made its results in."""
+    inference = copied[0].is_inference()
+    if inference == torch.is_inference_mode_enabled():
+        return clone
+
+    def switched() -> Sequence[Tensor]:
+        with torch.inference_mode(inference):
+            return clone()
+
+    return switched
+
+
+def _by_storage(tensors: Sources) -> dict[int, list[tuple[int, Tensor]]]:
+    found: dict[int, list[tuple[int, Tensor]]] = {}
+    for i, tensor in enumerate(tensors):
+        found.setdefault(family_key(tensor), []).append((i, tensor))
+    return found
+
+
+def _first_byte(tensor: Tensor) -> int:
+    return tensor.storage_offset() * tensor.element_size()

@@ -1,0 +1,144 @@
+"""Watching one run: the memory it touches, the host reads it makes, the Python code it executes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from ._code import Executed, user_line
+from ._illegal import Offence, offence, tensors_in
+from ._undo import UndoLog, writes_of
+from .errors import CaptureError
+
+__all__ = ["Watch", "storage_key", "watching"]
+
+T = TypeVar("T")
+
+aten = torch.ops.aten
+_BORN = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The identity of the memory that a tensor views."""
+    return tensor.untyped_storage()._cdata
+
+
+class Watch(TorchDispatchMode):
+    """Sees every operator of a run on this thread.
+
+    An infra mode: a plain one would switch `torch.compile` off inside the run, for good. Compiled regions
+    stay unseen, which the guards make up for by taking every parameter and buffer as read.
+
+    `given` holds the memory of the run's own arguments. A strict watch raises before an operator that a
+    graph cannot hold, so that a capture is never broken by it; otherwise offences are only noted.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        given: Sequence[Tensor] = (),
+        strict: bool = False,
+        undo: UndoLog | None = None,
+    ) -> None:
+        super().__init__()
+        self.device = device
+        self.given = {storage_key(t) for t in given}
+        self.strict = strict
+        self.undo = undo
+        self.executed = Executed()
+        self.offences: list[CaptureError] = []
+        self.outside: dict[int, Tensor] = {}
+        self.written: set[int] = set()
+        self.born: set[int] = set()
+        self.generators: dict[int, torch.Generator] = {}
+        self.draws = False
+        self.backward = False
+        self.device_work = False
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Keep `torch.compile` alive inside."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = list(tensors_in((args, kwargs)))
+        if any(is_traceable_wrapper_subclass(t) for t in inputs):
+            return NotImplemented
+        self._check(func, args, kwargs)
+        self._note_inputs(func, args, kwargs, inputs)
+        result = func(*args, **kwargs)
+        self._note_results(func, result)
+        return result
+
+    def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        found = offence(func, args, kwargs, self.device)
+        if found is not None:
+            self.blame(found)
+
+    def blame(self, found: Offence) -> None:
+        """Note an offence with the user's own line; raise it when strict."""
+        error = CaptureError(found.what, where=user_line(), why=found.why, fix=found.fix)
+        if self.strict:
+            raise error
+        self.offences.append(error)
+
+    def host_read(self, name: str) -> None:
+        """Note a host read that no dispatcher sees, such as `Tensor.tolist`."""
+        self.blame(
+            Offence(
+                f"`{name}` reads a tensor on the host",
+                "a graph replays device work only; the host cannot read a value in the middle of it",
+                "keep it on the device, or do this part outside the graphed function",
+            )
+        )
+
+    def _note_inputs(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            self.backward = True
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws = True
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator):
+                self.generators[id(value)] = value
+        for tensor in inputs:
+            key = storage_key(tensor)
+            if func in _BORN:
+                self.born.add(key)
+            elif key not in self.born and key not in self.given:
+                self.outside.setdefault(key, tensor)
+        for tensor in writes_of(func, args, kwargs):
+            self.written.add(storage_key(tensor))
+            if self.undo is not None:
+                self.undo.before_write(tensor)
+
+    def _note_results(self, func: Any, result: Any) -> None:
+        for tensor in tensors_in(result):
+            if tensor.device.type == self.device.type:
+                self.device_work = True
+            key = storage_key(tensor)
+            if key not in self.outside and key not in self.given:
+                self.born.add(key)
+
+
+@contextmanager
+def watching(watch: Watch, listen: Callable[[Callable[[str], None]], Any]) -> Iterator[Watch]:
+    """Run the body under a watch, with the cast cache off.
+
+    With autocast's cache on, a captured cast would be reused after the weight it came from has changed.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with listen(watch.host_read), watch.executed.following(), watch:
+            yield watch
+    finally:
+        torch.set_autocast_cache_enabled(cached)

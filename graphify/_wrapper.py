@@ -1,0 +1,221 @@
+"""The call path: bind, key, guard, replay."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._binding import binder_of
+from ._entry import Entry, Table
+from ._life import Life
+from ._options import Options, disabled, switched_off
+from ._pool import GraphPool
+from ._record import Call, Setting
+from ._signature import ambient_reader, inactive, overlap
+from .backends import backend_for
+from .backends.base import Backend
+from .errors import GraphifyError, InputError
+from .stats import GraphRecord, Stats, report
+
+__all__ = ["Options", "Runner", "disabled"]
+
+_runners: weakref.WeakSet[Runner] = weakref.WeakSet()
+
+
+class Runner:
+    """One callable and its graphs; calling it binds, finds the signature's graph and replays it."""
+
+    def __init__(self, target: Callable[..., Any], options: Options, name: str) -> None:
+        self.target, self.options, self.name = target, options, name
+        self.__wrapped__ = target
+        self._backend = backend_for(options.backend)
+        self._pool = options.pool or GraphPool()
+        self._binder = binder_of(target)
+        self._bind = self._binder.bind
+        self._ambient = _ambient_of(self._backend)
+        self._start()
+        _runners.add(self)
+
+    def _start(self) -> None:
+        setting = Setting(
+            name=self.name,
+            target=self.target,
+            spread=self._binder.call,
+            backend=self._backend,
+            pool=self._pool,
+            static_outputs=self.options.outputs == "static",
+        )
+        self._life = Life(setting, self.options, self._binder.names)
+        self._table: Table = _NO_TABLE
+        self._last: Entry = _NO_ENTRY
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the target, by replay where its signature has a graph."""
+        off = self._off()
+        try:
+            if off is not None:
+                return self._plain(off, args, kwargs)
+            values = self._bind(*args, **kwargs)
+            table = self._table
+            found = table.unpack(values)
+            if found is None:
+                table = self._table_for(values)
+                if table is None:
+                    return self._plain("input", args, kwargs)
+                found = table.unpack(values)
+            tensors, tokens = found  # type: ignore[misc]
+            key = (self._ambient(), tokens, table.specs(tensors), overlap(tensors))
+            entry = self._last
+            if (
+                entry.table is not table
+                or entry.key != key
+                or not entry.holds()
+                or (entry.extra is not None and not entry.extra(tensors))
+            ):
+                entry = self._find(table, key, tensors, values)
+            graph = entry.graph
+            if graph is not None:
+                return graph(tensors, values)
+            return self._life.advance(entry, Call(table.tree, values, tensors))
+        except BaseException:
+            self._life.counts["errors"] += 1
+            raise
+
+    def _off(self) -> str | None:
+        if switched_off():
+            return "disabled"
+        return inactive() or ("nested" if self._backend.busy() else None)
+
+    def _plain(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self.target(*args, **kwargs)
+        self._life.count_eager(reason)
+        return result
+
+    def _table_for(self, values: tuple[Any, ...]) -> Table | None:
+        """The table of this structure; None when no signature can hold it and eager is allowed."""
+        try:
+            table = self._life.table_for(values)
+        except InputError as error:
+            if self.options.fallback == "raise":
+                raise
+            self._life.say("input", f"runs eagerly: {error}")
+            return None
+        self._table = table
+        return table
+
+    def _find(self, table: Table, key: Any, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Entry:
+        with self._pool.lock:
+            self._last = self._life.find(table, key, tensors, values)
+            return self._last
+
+    # -- controls
+
+    def stats(self) -> Stats:
+        """Counts of calls by how their result was made; calls is their sum."""
+        life, counts = self._life, self._life.counts
+        replays = life.retired_replays + sum(e.graph.replays for e in life.ready if e.graph is not None)
+        made = {name: counts[name] for name in ("warmups", "captures", "eager", "errors")}
+        return Stats(
+            calls=replays + sum(made.values()),
+            replays=replays,
+            recordings=counts["recordings"],
+            evictions=counts["evictions"],
+            reasons=life.reasons.copy(),
+            **made,
+        )
+
+    @property
+    def graphs(self) -> tuple[GraphRecord, ...]:
+        """One record per live graph."""
+        pairs = [(entry.label, entry.graph) for entry in self._life.ready if entry.graph is not None]
+        return tuple(
+            GraphRecord(
+                signature=label,
+                replays=graph.replays,
+                nodes=graph.recording.nodes,
+                bytes=graph.recording.bytes,
+                seconds=graph.seconds,
+                unguarded=graph.unguarded,
+            )
+            for label, graph in pairs
+        )
+
+    def report(self) -> str:
+        """A table of the counts and the graphs, to print."""
+        return report(self.name, self.stats(), self.graphs)
+
+    def capture(self, *args: Any, **kwargs: Any) -> GraphRecord:
+        """Record the graph of one signature ahead of time, without trace.
+
+        Example:
+            >>> decode.capture(torch.zeros(8, 1, dtype=torch.long, device="cuda"))
+
+        Warm-ups and capture leave buffers, random streams, arguments and module state as they were.
+
+        Raises:
+            CaptureError: the call cannot be captured.
+            InputError: an argument cannot be staged.
+        """
+        values = self._bind(*args, **kwargs)
+        table = self._life.table_for(values)
+        found = table.unpack(values)
+        assert found is not None
+        key = (self._ambient(), found[1], table.specs(found[0]), overlap(found[0]))
+        with self._pool.lock:
+            entry = self._life.find(table, key, found[0], values)
+            if entry.graph is None and entry.refusal is None:
+                self._life.rehearse(entry, Call(table.tree, values, found[0]))
+        if entry.graph is None:
+            raise _not_captured(self.name, entry)
+        return next(g for g, e in zip(self.graphs, self._life.ready, strict=True) if e is entry)
+
+    def reset(self) -> None:
+        """Free every graph and forget every signature; counts stay, results stay valid."""
+        with self._pool.lock:
+            self._life.clear()
+            self._table, self._last = _NO_TABLE, _NO_ENTRY
+
+    def _forked(self) -> None:
+        self._pool = GraphPool()
+        self._start()
+
+
+def _ambient_of(backend: Backend) -> Callable[[], Any]:
+    """torch's switches for the backend's device; for one without a device, those of every device."""
+    if backend.device_type:
+        return ambient_reader(backend.device_type)
+    accelerator = torch.accelerator.current_accelerator()
+    readers = [ambient_reader(kind) for kind in ("cpu", *([accelerator.type] if accelerator else []))]
+    return lambda: tuple(read() for read in readers)
+
+
+def _not_captured(name: str, entry: Entry) -> Exception:
+    refusal = entry.refusal
+    assert refusal is not None
+    return refusal.error or GraphifyError(f"`{name}` was not captured ({refusal.reason}): {refusal.advice or 'see stats()'}")
+
+
+class _Nowhere(Table):
+    """The table of no call at all."""
+
+    def __init__(self) -> None:
+        self.unpack = lambda values: None
+        self.entries = {}
+
+
+_NO_TABLE = _Nowhere()
+_NO_ENTRY = Entry(_Nowhere(), None, None)
+
+
+def _start_empty() -> None:
+    for runner in list(_runners):
+        runner._forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_empty)

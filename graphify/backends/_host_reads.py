@@ -1,0 +1,117 @@
+"""Host reads of CPU tensors that never reach the dispatcher, heard by patching methods while somebody listens."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Report
+
+__all__ = ["listen"]
+
+_ALWAYS: list[tuple[type, str]] = [
+    (Tensor, "__array__"),
+    (Tensor, "__deepcopy__"),
+    (Tensor, "__dlpack__"),
+    (Tensor, "__format__"),
+    (Tensor, "__reduce_ex__"),  # pickle and `torch.save`
+    (torch.nn.Parameter, "__reduce_ex__"),
+    (Tensor, "__repr__"),  # and `str` and `print`
+    (Tensor, "apply_"),
+    (Tensor, "cpu"),
+    (Tensor, "map_"),
+    (Tensor, "numpy"),
+    (Tensor, "tolist"),
+]
+
+# Process-wide, because methods are: who listens, and what to put back when the last one leaves.
+_lock = threading.Lock()
+_listeners = 0
+_restorers: list[Callable[[], None]] = []
+
+
+class _Ears(threading.local):
+    """The reports of this thread, innermost last; `busy` while a read that was reported is under way."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+        self.busy = False
+
+
+_ears = _Ears()
+
+
+@contextlib.contextmanager
+def listen(report: Report) -> Iterator[None]:
+    """Call `report` with names such as "Tensor.tolist" for reads on this thread, then do the read.
+
+    `report` may raise; the read is not done then. A read that another read needs is not reported again.
+    On a CPU tensor `.to` counts as a read only when it names the CPU in a string: `x.to(y.device)` is the
+    usual way to stay on the device. A `TorchFunctionMode` would hear more, but it switches off fast paths.
+    """
+    _install()
+    _ears.reports.append(report)
+    try:
+        yield
+    finally:
+        _ears.reports.remove(report)
+        _uninstall()
+
+
+def _install() -> None:
+    global _listeners  # noqa: PLW0603
+    with _lock:
+        _listeners += 1
+        if _listeners == 1:
+            for owner, name in _ALWAYS:
+                _patch(owner, name, _is_read)
+            _patch(Tensor, "to", _names_cpu)
+
+
+def _uninstall() -> None:
+    global _listeners  # noqa: PLW0603
+    with _lock:
+        _listeners -= 1
+        while not _listeners and _restorers:
+            _restorers.pop()()
+
+
+def _is_read(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def _names_cpu(*args: Any, **kwargs: Any) -> bool:
+    device = kwargs.get("device", args[0] if args else None)
+    return isinstance(device, str) and device.partition(":")[0] == "cpu"
+
+
+def _patch(owner: type, name: str, reads: Callable[..., bool]) -> None:
+    """Shadow a method with one that reports first. Other threads pass straight through."""
+    original, inherited = getattr(owner, name), name not in vars(owner)
+    title = f"Tensor.{name}"
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _ears.reports or _ears.busy or not reads(*args, **kwargs):
+            return original(self, *args, **kwargs)
+        for report in reversed(_ears.reports):
+            report(title)
+        _ears.busy = True
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _ears.busy = False
+
+    def restore() -> None:
+        # If somebody has patched over us since, theirs stays: ours below it is deaf without listeners.
+        if vars(owner).get(name) is method:
+            delattr(owner, name) if inherited else setattr(owner, name, original)
+
+    setattr(owner, name, method)
+    _restorers.append(restore)

@@ -1,0 +1,136 @@
+"""Filling, copying and spoiling memory, for backends that need no device API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._undo import below
+from .base import Copy
+
+__all__ = ["Slot", "clone_all", "copier", "is_oom", "lend", "spoil", "whole"]
+
+
+def copier(copies: Sequence[Copy]) -> Callable[[Sequence[Tensor]], None]:
+    """Plan the fill of these destinations: one `copy_`, or one foreach copy per dtype.
+
+    Sources have the shapes and dtypes of their destinations: the signature has seen to that.
+    """
+    groups: dict[Any, list[Copy]] = {}
+    for target, index in copies:
+        groups.setdefault((target.dtype, target.is_inference()), []).append((target, index))
+    fills = [_filler(group, inference) for (_, inference), group in groups.items()]
+    if len(fills) == 1:
+        return fills[0]
+
+    def fill(sources: Sequence[Tensor]) -> None:
+        for one in fills:
+            one(sources)
+
+    return fill
+
+
+def _filler(group: Sequence[Copy], inference: bool) -> Callable[[Sequence[Tensor]], None]:
+    targets, indices = [t for t, _ in group], [i for _, i in group]
+
+    def plain(sources: Sequence[Tensor]) -> None:
+        if len(targets) == 1:
+            targets[0].copy_(sources[indices[0]])
+        else:
+            torch._foreach_copy_(targets, [sources[i] for i in indices])
+
+    def ungraded(sources: Sequence[Tensor]) -> None:
+        if not torch.is_grad_enabled():
+            plain(sources)
+            return
+        with torch.no_grad():
+            plain(sources)
+
+    def inferred(sources: Sequence[Tensor]) -> None:
+        with torch.inference_mode():
+            plain(sources)
+
+    return inferred if inference else ungraded
+
+
+def clone_all(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """Plan fresh copies of these dense tensors, without their autograd history."""
+    originals = [t.detach() for t in tensors]
+    return lambda: [t.clone() for t in originals]
+
+
+def lend(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """A copy that stands for graph memory, and the call that spoils it with NaN and a version bump.
+
+    An alias would show the next replay's numbers: on a CPU nobody can close the views of a storage.
+    """
+    loan = tensor.detach().clone()
+
+    def close() -> None:
+        spoil(whole(loan.untyped_storage(), loan.dtype))
+        if not loan.is_inference():
+            torch.autograd.graph.increment_version(loan)
+
+    return loan, close
+
+
+class Slot:
+    """The memory of a recorded result, which takes later results of the same kind."""
+
+    def __init__(self, target: Tensor) -> None:
+        self.shape, self.dtype = target.shape, target.dtype
+        dims = zip(range(target.dim()), target.shape, target.stride(), strict=True)
+        # Where the stride is 0 one element stands for all; `copy_` refuses to write it several times.
+        self._repeated = [dim for dim, size, stride in dims if size > 1 and stride == 0]
+        self._target = self._narrowed(target)
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)} {self.dtype}"
+
+    def refill(self, new: Tensor) -> bool:
+        """Copy a new result into place; False, and nothing done, if it is of another kind."""
+        if new.shape != self.shape or new.dtype != self.dtype:
+            return False
+        self._target.copy_(self._narrowed(new) if self._repeated else new)
+        return True
+
+    def _narrowed(self, tensor: Tensor) -> Tensor:
+        for dim in self._repeated:
+            tensor = tensor.narrow(dim, 0, 1)
+        return tensor
+
+
+_INTEGERS = frozenset(
+    {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32}
+    | {torch.int64}
+)
+
+
+def whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
+    """All of a storage as one flat tensor: integers and bool in their dtype, anything else as bytes."""
+    if dtype not in _INTEGERS or storage.nbytes() % dtype.itemsize:
+        dtype = torch.uint8
+    with torch.inference_mode(False), below():
+        flat = torch.empty(0, dtype=dtype, device=storage.device)
+        return flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+
+
+def spoil(flat: Tensor) -> None:
+    """Fill a `whole` storage with what nobody takes for a result: NaN, the least integer, True."""
+    if flat.dtype is torch.bool:
+        value = 1
+    elif flat.dtype is torch.uint8:
+        value = 255  # 0xff in every byte is NaN in each usual floating point format
+    else:
+        value = torch.iinfo(flat.dtype).min or torch.iinfo(flat.dtype).max
+    with torch.inference_mode(False), below():
+        flat.fill_(value)
+
+
+def is_oom(error: BaseException) -> bool:
+    """Whether memory ran out, on the host or on a device."""
+    host = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return host or isinstance(error, (MemoryError, torch.OutOfMemoryError))

@@ -1,0 +1,95 @@
+"""The one seam for hardware: what a backend must be able to do.
+
+Nothing above this floor names a stream, an allocator or a device API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+__all__ = ["Backend", "Copy", "Recording", "Report"]
+
+Copy = tuple[Tensor, int]
+"""A destination tensor and the index of its source among the tensors of the call."""
+
+Report = Callable[[str], None]
+"""Called with the name of a host read, such as "Tensor.tolist", that no dispatcher sees."""
+
+
+class Recording(Protocol):
+    """One captured run: replaying it repeats the run's device work on the same memory."""
+
+    nodes: int
+    bytes: int
+
+    def replay(self) -> None:
+        """Repeat the work, in the order and on the memory of the recorded run."""
+
+    def close(self) -> None:
+        """Free the work and let go of its memory; closing twice is harmless."""
+
+
+class Backend(Protocol):
+    """Records runs on one kind of device."""
+
+    name: str
+    device_type: str
+    runs_live: bool
+    """Whether the run that `record` makes already did its work; the first replay then does nothing."""
+
+    def device_of(self, tensors: Iterable[Tensor]) -> torch.device | None:
+        """The device to record on; None when this backend has nothing to do for these tensors."""
+
+    def busy(self) -> bool:
+        """Whether somebody else is capturing on this thread's stream."""
+
+    def scope(self, device: torch.device) -> AbstractContextManager[None]:
+        """Warm-ups and captures run inside: the capture stream, joined both ways, one thread at a time."""
+
+    def pool(self, device: torch.device) -> Any:
+        """A new memory pool for recordings that never replay at the same time."""
+
+    def record(
+        self, run: Callable[[], T], pool: Any, generators: Sequence[torch.Generator]
+    ) -> tuple[Recording, T]:
+        """Record `run`; its device work does not happen until the first replay. Call inside `scope`."""
+
+    def listen(self, report: Report) -> AbstractContextManager[None]:
+        """Report host reads on this thread that no dispatch mode sees."""
+
+    def hand_over(self, tensors: Iterable[Tensor]) -> None:
+        """Let the caller's stream use tensors that were made inside `scope`."""
+
+    def order(self, pool: Any) -> None:
+        """Make this thread's work wait for the pool's last replay, wherever that ran."""
+
+    def copier(self, copies: Sequence[Copy]) -> Callable[[Sequence[Tensor]], None]:
+        """Plan once how to fill these destinations from the tensors of a call."""
+
+    def cloner(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Plan once how to copy these dense tensors into fresh ones with the same strides."""
+
+    def lend(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Hand out graph memory under a storage of its own, with the call that closes it for good.
+
+        Whatever uses a closed hand-out, its views or its detached copies must fail or read NaN.
+        """
+
+    def rng_state(self, generators: Sequence[torch.Generator]) -> Any:
+        """The state of the device's default generators and of these."""
+
+    def set_rng_state(self, state: Any) -> None:
+        """Put a state from `rng_state` back."""
+
+    def is_oom(self, error: BaseException) -> bool:
+        """Whether this error means that the device's memory ran out."""
+
+    def is_capture_error(self, error: BaseException) -> bool:
+        """Whether the device refused something because it was capturing."""

@@ -1,0 +1,304 @@
+"""CUDA graphs: `torch.cuda.CUDAGraph` with a capture stream per device and thread, and one capture lock."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ._cuda_driver import count_nodes, private_stream
+from .base import Copy, Report
+
+__all__ = ["CudaBackend", "CudaRecording", "available", "facts", "synchronize"]
+
+T = TypeVar("T")
+
+_STALE = "this static output was overwritten by a later replay: clone it before, or use outputs='fresh'"
+
+# Process-wide: the driver lets one thread capture while others work, but two captures at once, or a live
+# warm-up of another thread on a capturing stream, break each other.
+_capturing = threading.RLock()
+_streams = threading.local()
+
+
+def available() -> bool:
+    """Whether this process can use a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def synchronize() -> None:
+    """Wait until the current device has finished all work."""
+    torch.cuda.synchronize()
+
+
+def facts() -> dict[str, str]:
+    """The devices and versions that decide what a capture does."""
+    found = {"CUDA runtime": str(torch.version.cuda)}
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        found[f"cuda:{i}"] = f"{p.name}, capability {p.major}.{p.minor}, {p.total_memory / 2**20:.0f} MiB"
+    return found
+
+
+class CudaPool:
+    """A graph memory pool, and the stream on which it was last replayed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.handle = torch.cuda.graph_pool_handle()
+        self.last_stream: torch.cuda.Stream | None = None
+        self.last_raw: int | None = None
+        self.placeholder: torch.cuda.CUDAGraph | None = None
+
+    def hold(self) -> None:
+        """Keep the pool alive with an empty graph: a pool whose last graph died cannot be used again."""
+        if self.placeholder is None:
+            graph = torch.cuda.CUDAGraph()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+                graph.capture_end()
+            self.placeholder = graph
+
+
+class CudaRecording:
+    """A captured CUDA graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int, size: int) -> None:
+        self.graph: torch.cuda.CUDAGraph | None = graph
+        self.nodes = nodes
+        self.bytes = size
+        self.replay: Callable[[], None] = graph.replay if nodes else _nothing
+
+    def close(self) -> None:
+        """Free the graph; closing twice is harmless."""
+        self.graph, self.replay = None, _closed
+
+
+def _nothing() -> None:
+    """A run without device work has nothing to replay."""
+
+
+def _closed() -> None:
+    raise RuntimeError("this recording was closed")
+
+
+class CudaBackend:
+    """Records runs as CUDA graphs."""
+
+    name = "cuda"
+    device_type = "cuda"
+    runs_live = False
+
+    def device_of(self, tensors: Iterable[Tensor]) -> torch.device | None:
+        """The one CUDA device among the tensors; the current one when there are no tensors at all."""
+        tensors = list(tensors)
+        if not torch.cuda.is_available():
+            return None
+        devices = {t.device for t in tensors if t.is_cuda}
+        if len(devices) > 1:
+            names = " and ".join(sorted(map(str, devices)))
+            raise InputError(f"tensors on {names} in one call: one graph lives on one device; move them first")
+        if devices:
+            return devices.pop()
+        return None if tensors else torch.device("cuda", torch.cuda.current_device())
+
+    def busy(self) -> bool:
+        """Whether the current stream is being captured by somebody else."""
+        return torch.cuda.is_current_stream_capturing()
+
+    @contextmanager
+    def scope(self, device: torch.device) -> Iterator[None]:
+        """This thread's capture stream, joined with the caller's both ways."""
+        with _capturing, torch.cuda.device(device):
+            caller, stream = torch.cuda.current_stream(), _stream_of(device)
+            stream.wait_stream(caller)
+            with torch.cuda.stream(stream):
+                try:
+                    yield
+                finally:
+                    caller.wait_stream(stream)
+
+    def pool(self, device: torch.device) -> CudaPool:
+        """A new private memory pool."""
+        return CudaPool(device)
+
+    def record(
+        self, run: Callable[[], T], pool: CudaPool, generators: Sequence[torch.Generator]
+    ) -> tuple[CudaRecording, T]:
+        """Capture `run` on the scope's stream."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        for generator in generators:
+            if generator.device.type == "cuda" and generator is not _default(generator.device):
+                graph.register_generator_state(generator)
+        before = _reserved(pool)
+        with _no_collection(), _own_workspaces():
+            pool.hold()
+            result = _capture(graph, run, pool)
+        graph.instantiate()
+        nodes = count_nodes(graph)
+        return CudaRecording(graph, 1 if nodes is None else nodes, _reserved(pool) - before), result
+
+    def listen(self, report: Report) -> Any:
+        """Every host read of a CUDA tensor passes the dispatcher."""
+        return nullcontext()
+
+    def hand_over(self, tensors: Iterable[Tensor]) -> None:
+        """Mark warm-up results as used on the caller's stream."""
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def order(self, pool: CudaPool) -> None:
+        """Queue this stream's work behind the pool's last replay when that ran on another stream."""
+        raw = _raw_stream(pool.device.index)
+        if raw != pool.last_raw:
+            current = torch.cuda.current_stream(pool.device)
+            if pool.last_stream is not None:
+                current.wait_stream(pool.last_stream)
+            pool.last_stream, pool.last_raw = current, raw
+
+    def copier(self, copies: Sequence[Copy]) -> Callable[[Sequence[Tensor]], None]:
+        """One `copy_` for a single input, else one foreach copy per pair of dtypes and place."""
+        if len(copies) == 1:
+            (target, index), copy = copies[0], Tensor.copy_
+
+            def copy_one(sources: Sequence[Tensor]) -> None:
+                copy(target, sources[index], non_blocking=True)
+
+            return copy_one
+        groups: dict[Any, list[Copy]] = {}
+        for target, index in copies:
+            groups.setdefault((target.dtype, target.device), []).append((target, index))
+        plans = [([t for t, _ in group], [i for _, i in group]) for group in groups.values()]
+
+        def copy_all(sources: Sequence[Tensor]) -> None:
+            for targets, indices in plans:
+                torch._foreach_copy_(targets, [sources[i] for i in indices])
+
+        return copy_all
+
+    def cloner(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """A clone each; several of one dtype are filled by one foreach copy."""
+        clone, originals = Tensor.clone, list(tensors)
+        return lambda: [clone(t) for t in originals]
+
+    def lend(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """An alias with a storage of its own, which raises once closed."""
+        storage = tensor.untyped_storage()
+        own = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        alias.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return alias, lambda: torch._C._set_storage_data_ptr_access_error_msg(own._cdata, _STALE)
+
+    def rng_state(self, generators: Sequence[torch.Generator]) -> list[tuple[torch.Generator, Tensor]]:
+        """The states of every device's default generator and of these."""
+        every = {id(g): g for g in (*torch.cuda.default_generators, *generators) if g.device.type == "cuda"}
+        return [(g, g.get_state()) for g in every.values()]
+
+    def set_rng_state(self, state: list[tuple[torch.Generator, Tensor]]) -> None:
+        """Put the states back."""
+        for generator, saved in state:
+            generator.set_state(saved)
+
+    def is_oom(self, error: BaseException) -> bool:
+        """Whether the device's memory ran out."""
+        return isinstance(error, torch.cuda.OutOfMemoryError)
+
+    def is_capture_error(self, error: BaseException) -> bool:
+        """Whether the driver or torch refused something because a capture was under way."""
+        text = str(error).lower()
+        return isinstance(error, RuntimeError) and ("captur" in text or "cudagraph" in text)
+
+
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    known: dict[int | None, torch.cuda.Stream] = _streams.__dict__.setdefault("known", {})
+    if device.index not in known:
+        known[device.index] = private_stream(device)
+    return known[device.index]
+
+
+def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], T], pool: CudaPool) -> T:
+    """Run under capture; a failure ends the capture, heals the generator and surfaces as it was."""
+    graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+    try:
+        result = run()
+    except BaseException:
+        _abandon(graph)
+        raise
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        try:
+            graph.capture_end()
+        except BaseException:
+            _heal(pool.device)
+            raise
+    return result
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph.capture_end()
+    except RuntimeError:
+        # The capture was already broken; the error that broke it is the one to surface.
+        pass
+    _heal(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _heal(device: torch.device) -> None:
+    """Take the default generator out of the capture state in which a broken capture leaves it."""
+    generator = _default(device)
+    generator.graphsafe_set_state(generator.clone_state())
+
+
+def _default(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index or 0]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from freeing some other graph in the middle of a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Make cuBLAS take its workspace from the capture's own pool.
+
+    Since torch 2.12 resetting one graph frees the cached workspaces of its capture stream, which other graphs
+    captured on that stream would still use (https://github.com/pytorch/pytorch/issues/193402).
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", _nothing)
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+def _reserved(pool: CudaPool) -> int:
+    try:
+        segments = torch.cuda.memory_snapshot(pool.handle, include_traces=False)
+    except TypeError:
+        segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool.handle)]
+    return sum(int(s["total_size"]) for s in segments)
+
+
+_raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)

@@ -1,0 +1,55 @@
+"""Compare your own code with eager: `assert_matches_eager`, and hypothesis strategies to feed it.
+
+    from graphify.testing import Call, assert_matches_eager
+
+    def test_decode_is_eager_in_all_but_speed():
+        calls = [Call((torch.randn(4, 16),)) for _ in range(5)]
+        stats = assert_matches_eager(Decoder(), calls)      # backend="tape": no GPU needed
+        assert stats.replays == 3
+
+With hypothesis installed, `tensors()` and `pytrees()` draw arguments of all layouts and containers, `programs()` draws
+small random programs and `call_sequences(program)` calls for one; graphify's own property tests are
+
+    @given(st.data())
+    def test_random_programs(data):
+        program = data.draw(programs())
+        calls = data.draw(call_sequences(program))
+        assert_matches_eager(make=program.make, calls=calls, loud_ok=True)
+"""
+
+from ._data import Data as Data, Rows as Rows, make_tensor as make_tensor
+from ._grammar import programs as programs
+from ._matching import assert_matches_eager as assert_matches_eager
+from ._programs import Input as Input, Program as Program, State as State
+from ._sequences import (
+    Ambient as Ambient,
+    Changes as Changes,
+    Latest as Latest,
+    Spoil as Spoil,
+    call_sequences as call_sequences,
+)
+from ._strategies import Pair as Pair, Record as Record, pytrees as pytrees, tensors as tensors
+from ._twins import Call as Call
+from ._worlds import Late as Late
+
+__all__ = [
+    "Ambient",
+    "Call",
+    "Changes",
+    "Data",
+    "Input",
+    "Late",
+    "Latest",
+    "Pair",
+    "Program",
+    "Record",
+    "Rows",
+    "Spoil",
+    "State",
+    "assert_matches_eager",
+    "call_sequences",
+    "make_tensor",
+    "programs",
+    "pytrees",
+    "tensors",
+]

@@ -1,0 +1,147 @@
+"""Tensors by description: shape, dtype, layout in memory and a seed give the same bits everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._worlds import Late, World
+
+__all__ = ["LAYOUTS", "Data", "Rows", "fits", "make_tensor"]
+
+Shape = tuple[int, ...]
+
+
+def _contiguous(values: Tensor) -> Tensor:
+    return values
+
+
+def _transposed(values: Tensor) -> Tensor:
+    return values.permute(*reversed(range(values.ndim))).contiguous().permute(*reversed(range(values.ndim)))
+
+
+def _stepped(values: Tensor) -> Tensor:
+    wide = values.new_zeros(*values.shape[:-1], values.shape[-1] * 2)
+    return wide[..., ::2].copy_(values)
+
+
+def _offset(values: Tensor) -> Tensor:
+    return torch.cat([values.new_zeros(3), values.reshape(-1)])[3:].view(values.shape)
+
+
+def _expanded(values: Tensor) -> Tensor:
+    return values[:1].clone().expand(values.shape)
+
+
+def _overlapping(values: Tensor) -> Tensor:
+    line = values.new_zeros(sum(values.shape) + 1)
+    line[: min(line.numel(), values.numel())] = values.reshape(-1)[: line.numel()]
+    return line.as_strided(values.shape, (1,) * values.ndim)
+
+
+def _channels_last(values: Tensor) -> Tensor:
+    return values.contiguous(memory_format=torch.channels_last)
+
+
+def _conj(values: Tensor) -> Tensor:
+    return values.conj()
+
+
+def _neg(values: Tensor) -> Tensor:
+    return torch.complex(values, values).conj().imag
+
+
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Shape, torch.dtype], bool]]] = {
+    "contiguous": (_contiguous, lambda shape, dtype: True),
+    "transposed": (_transposed, lambda shape, dtype: len(shape) > 1),
+    "stepped": (_stepped, lambda shape, dtype: len(shape) > 0),
+    "offset": (_offset, lambda shape, dtype: True),
+    "expanded": (_expanded, lambda shape, dtype: len(shape) > 0 and shape[0] > 1),
+    "overlapping": (_overlapping, lambda shape, dtype: len(shape) > 1 and 0 not in shape),
+    "channels_last": (_channels_last, lambda shape, dtype: len(shape) == 4),
+    "conj": (_conj, lambda shape, dtype: dtype.is_complex),
+    "neg": (_neg, lambda shape, dtype: dtype in (torch.float32, torch.float64)),
+}
+"""Each layout by name: what makes it from contiguous values, and which shapes and dtypes it fits."""
+
+
+def fits(layout: str, shape: Shape, dtype: torch.dtype) -> bool:
+    """Whether a tensor of this shape and dtype can have this layout."""
+    return LAYOUTS[layout][1](shape, dtype)
+
+
+def make_tensor(
+    shape: Shape,
+    dtype: torch.dtype = torch.float32,
+    *,
+    layout: str = "contiguous",
+    seed: int = 0,
+    high: int = 8,
+    special: bool = False,
+) -> Tensor:
+    """The tensor that these say: a CPU tensor with small random values, from no global random state.
+
+    Integers are in [0, high). `special` puts NaN, infinities and -0.0 among the floats.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        if dtype.is_floating_point or dtype.is_complex:
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            values = torch.randn(shape, generator=generator, dtype=wide).to(dtype)
+            if special and values.numel():
+                spots = torch.randint(0, values.numel(), (4,), generator=generator)
+                oddities = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0], dtype=dtype)
+                values.view(-1)[spots] = oddities
+        else:
+            low = 0 if dtype in (torch.bool, torch.uint8) or high != 8 else -8
+            values = torch.randint(low, 2 if dtype == torch.bool else high, shape, generator=generator).to(dtype)
+        return LAYOUTS[layout][0](values)
+
+
+@dataclass(eq=False)
+class Data(Late):
+    """A tensor argument by description; one object in two calls is one tensor in each twin."""
+
+    shape: Shape
+    dtype: str = "float32"
+    layout: str = "contiguous"
+    seed: int = 0
+    high: int = 8
+    requires_grad: bool = False
+    inference: bool = False
+
+    def make(self) -> Tensor:
+        """A new tensor of this description."""
+        with torch.inference_mode(self.inference), torch.no_grad():
+            dtype = getattr(torch, self.dtype)
+            tensor = make_tensor(self.shape, dtype, layout=self.layout, seed=self.seed, high=self.high)
+        return tensor.requires_grad_() if self.requires_grad else tensor
+
+    def resolve(self, world: World) -> Any:
+        """This world's tensor."""
+        return world.once(self, self.make)
+
+    def __repr__(self) -> str:
+        fields = type(self).__dataclass_fields__.values()
+        changed = [field for field in fields if getattr(self, field.name) != field.default]
+        named = [f"{field.name}={getattr(self, field.name)!r}" for field in changed[1:]]
+        return f"Data({', '.join([repr(self.shape), *named])})"
+
+
+@dataclass(eq=False)
+class Rows(Late):
+    """Some rows of another argument's tensor, sharing its memory."""
+
+    of: Data
+    start: int
+    stop: int
+
+    def resolve(self, world: World) -> Any:
+        """A new view of this world's tensor."""
+        tensor = self.of.resolve(world)
+        with torch.inference_mode(tensor.is_inference()):
+            return tensor[self.start : self.stop]

@@ -1,0 +1,208 @@
+"""An eager twin and a graphed twin over one sequence of calls, compared after each."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import graphify, handle
+from ..errors import GraphifyError
+from ..stats import Stats
+from ._compare import Comparison
+from ._twins import Call, Outcome, Twin
+from ._worlds import Rng, World, refuse_shared_state
+
+__all__ = ["assert_matches_eager"]
+
+_SHOWN = 8
+
+
+def assert_matches_eager(
+    target: Callable[..., Any] | None = None,
+    calls: Iterable[Call | tuple[Any, ...]] = (),
+    *,
+    make: Callable[[], Callable[..., Any]] | None = None,
+    graphed: Callable[[Any], Callable[..., Any]] | None = None,
+    backend: str = "tape",
+    device: torch.device | str | None = None,
+    check_state: bool | Callable[[Any], Any] = True,
+    loud_ok: bool | Callable[[GraphifyError], bool] = False,
+    **options: Any,
+) -> Stats:
+    """Run the calls on an eager and on a graphed twin of `target`; AssertionError where a user sees a difference.
+
+    Example::
+
+        stats = assert_matches_eager(model, [(torch.randn(4, 8),) for _ in range(5)])
+        assert stats.replays == 3  # else little was proved
+
+    Compared after every call: the result (container types, values bit for bit with NaN equal to NaN, shapes, strides,
+    dtype, device, requires_grad, inference, conj and neg bits), the arguments, every earlier result still held, the
+    state (parameters, buffers, attributes, closure cells, globals the code names, gradients), which of all these
+    tensors are one object or share memory, the random streams, grad mode and autocast, and exceptions.
+
+    Args:
+        target: an nn.Module, a callable object or a function without state; both twins are copies of it.
+        calls: `Call`s, or plain tuples of positional arguments. Two that hold one tensor pass one tensor.
+        make: instead of `target`, builds a fresh twin each time: for functions with state around them.
+        graphed: makes the graphed twin, instead of `graphify(twin, backend=backend, **options)`.
+        backend: passed on to `graphify`, as is every other option.
+        device: where the copies live (modules too); None: where the originals are.
+        check_state: False leaves state out; a callable gives, for a twin, more of it to compare.
+        loud_ok: whether a GraphifyError is right where eager does something else ("equal or loud"); a callable is asked
+            for each. The plain function then makes the call on the graphed twin, where nothing may have moved yet.
+
+    Raises:
+        AssertionError: names the call, the leaf and what differs.
+        TypeError: a function whose twins would share state; pass `make`.
+
+    With `outputs="static"`, results are compared right after their call and then let go.
+    """
+    __tracebackhide__ = True
+    place = None if device is None else torch.device(device)
+    sequence = [call if isinstance(call, Call) else Call(tuple(call)) for call in calls]
+    found = Rng(place)
+    try:
+        worlds = _worlds(target, make, place)
+        entry = (graphed or graphify(backend=backend, **options))(worlds[1].twin)  # type: ignore[arg-type]
+        pair = _Pair(Twin(worlds[0], worlds[0].twin), Twin(worlds[1], entry), check_state, loud_ok)
+        for number, call in enumerate(sequence, 1):
+            if options.get("outputs") == "static":
+                pair.forget()
+            pair.run(call, f"call {number} of {len(sequence)}")
+    finally:
+        found.restore()
+    controls = _controls(entry)
+    return Stats(calls=len(sequence), eager=len(sequence)) if controls is None else controls.stats()
+
+
+def _worlds(
+    target: Callable[..., Any] | None, make: Callable[[], Callable[..., Any]] | None, device: torch.device | None
+) -> tuple[World, World]:
+    """Two worlds with a twin each, made from one random state."""
+    if (target is None) == (make is None):
+        raise TypeError("assert_matches_eager: give either a target or make=")
+    if target is not None and _controls(target) is not None:
+        raise TypeError("assert_matches_eager: the target is graphed already; give the plain one, its `__wrapped__`")
+    refuse_shared_state(target)
+    worlds, start = (World(device), World(device)), Rng(device)
+    for world in worlds:
+        start.restore()
+        world.twin = world.copy(target) if make is None else make()
+        if device is not None and isinstance(world.twin, nn.Module):
+            world.twin.to(device)
+    start.restore()
+    return worlds
+
+
+def _controls(entry: Any) -> Any:
+    try:
+        return handle(entry)
+    except TypeError:  # how `handle` says that nobody graphed this
+        return None
+
+
+class _Pair:
+    """Both twins, and how they are told apart."""
+
+    def __init__(
+        self,
+        eager: Twin,
+        graphed: Twin,
+        check_state: bool | Callable[[Any], Any],
+        loud_ok: bool | Callable[[GraphifyError], bool],
+    ) -> None:
+        self.eager, self.graphed = eager, graphed
+        self.check_state, self.loud_ok = check_state, loud_ok
+
+    def run(self, call: Call, title: str) -> None:
+        """Make one call on both and compare; once more when the call's owner did something with the result."""
+        __tracebackhide__ = True
+        eager, graphed = self.eager.run(call), self.graphed.run(call)
+        if isinstance(graphed.error, GraphifyError) and not _same_error(eager.error, graphed.error):
+            self._judge(graphed.error, title)
+            graphed = self.graphed.run_plain(call, graphed)
+            title += " (repeated plainly after a loud refusal)"
+        self.eager.accept(eager)
+        self.graphed.accept(graphed)
+        self._compare(title, graphed.error)
+        if call.after is not None and eager.error is None:
+            self.eager.after(call, eager)
+            self.graphed.after(call, graphed)
+            self._compare(f"{title}, after()", None)
+
+    def forget(self) -> None:
+        """Let both twins' results go."""
+        self.eager.forget()
+        self.graphed.forget()
+
+    def _judge(self, error: GraphifyError, title: str) -> None:
+        __tracebackhide__ = True
+        if not (self.loud_ok(error) if callable(self.loud_ok) else self.loud_ok):
+            raise AssertionError(f"{title}: eager succeeds, graphed raised {_named(error)}") from error
+
+    def _compare(self, title: str, cause: Exception | None) -> None:
+        __tracebackhide__ = True
+        eager, graphed = self.eager.outcomes[-1], self.graphed.outcomes[-1]
+        lines = _error_differences(eager.error, graphed.error)
+        lines = lines or self._object_differences() + _ambient_differences(eager, graphed)
+        lines += [f"rng: the state of {name} differs" for name in self.eager.rng.differences(self.graphed.rng)]
+        if lines:
+            hidden = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+            text = "\n  ".join([f"{title} differs from eager:", *lines[:_SHOWN], *hidden])
+            raise AssertionError(text) from cause
+
+    def _object_differences(self) -> list[str]:
+        """State first, results last for "shares memory with"; the latest result first in the message."""
+        both = Comparison()
+        sections = [self._state(both)]
+        outcomes = list(zip(self.eager.outcomes, self.graphed.outcomes, strict=True))
+        for number, (eager, graphed) in enumerate(outcomes, 1):
+            suffix = "" if number == len(outcomes) else f" of call {number}"
+            both.suffix = suffix
+            for index, (left, right) in enumerate(zip(eager.args, graphed.args, strict=True)):
+                both.walk(f"args[{index}]", left, right)
+            for name, left in eager.kwargs.items():
+                both.walk(f"kwargs[{name!r}]", left, graphed.kwargs[name])
+            sections.append(both.take())
+        for number, (eager, graphed) in enumerate(outcomes, 1):
+            both.suffix = "" if number == len(outcomes) else f" of call {number}"
+            both.walk("output", eager.value, graphed.value)
+            sections.append(both.take())
+        both.compare_aliasing()
+        return [line for section in reversed(sections) for line in section] + both.take()
+
+    def _state(self, both: Comparison) -> list[str]:
+        left, right = self.eager.plain, self.graphed.plain
+        if self.check_state:
+            root = left.__name__ if isinstance(left, types.FunctionType) else "self"
+            both.walk(root, left, right)
+        if callable(self.check_state):
+            both.walk("state", self.check_state(left), self.check_state(right))
+        return both.take()
+
+
+def _same_error(eager: Exception | None, graphed: Exception | None) -> bool:
+    return type(eager) is type(graphed) and str(eager) == str(graphed)
+
+
+def _error_differences(eager: Exception | None, graphed: Exception | None) -> list[str]:
+    if _same_error(eager, graphed):
+        return []
+    return [f"exception: eager {_named(eager)}, graphed {_named(graphed)}"]
+
+
+def _ambient_differences(eager: Outcome, graphed: Outcome) -> list[str]:
+    return [
+        f"{name} after the call: eager {value}, graphed {graphed.ambient[name]}"
+        for name, value in eager.ambient.items()
+        if value != graphed.ambient[name]
+    ]
+
+
+def _named(error: Exception | None) -> str:
+    return "none" if error is None else f"{type(error).__name__}: {error}"

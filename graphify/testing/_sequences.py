@@ -1,0 +1,350 @@
+"""Sequences of calls for a program: new data, few signatures, and what may happen between calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ._data import Data, Rows, fits, make_tensor
+from ._programs import Input, Program, State, place_of
+from ._strategies import Pair, Record, need_hypothesis
+from ._twins import Call
+from ._worlds import Late, World, reachable
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DrawFn, SearchStrategy
+
+__all__ = ["Ambient", "Changes", "Latest", "Spoil", "call_sequences"]
+
+Change = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """A call's context; `mode` is "no_grad", "inference" or "grad"."""
+
+    mode: str = "no_grad"
+    autocast: str = ""
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        mode = torch.inference_mode() if self.mode == "inference" else torch.set_grad_enabled(self.mode == "grad")
+        casting = torch.autocast(self.autocast, torch.bfloat16) if self.autocast else contextlib.nullcontext()
+        with mode, casting:
+            yield
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What happens to a twin before a call; each change is a verb, a name and values."""
+
+    changes: tuple[Change, ...]
+
+    def __call__(self, twin: Any) -> None:
+        for verb, name, *values in self.changes:
+            _VERBS[verb](twin, name, *values)
+
+
+def _like(tensor: Tensor, seed: int) -> Tensor:
+    return make_tensor(tuple(tensor.shape), tensor.dtype, seed=seed).to(tensor.device)
+
+
+def _set(twin: Any, name: str, value: object) -> None:
+    place_of(twin, name).set(value)
+
+
+def _put(twin: Any, name: str, key: Any, value: object) -> None:
+    place_of(twin, name).get()[key] = value
+
+
+def _field(twin: Any, name: str, key: str, value: object) -> None:
+    setattr(place_of(twin, name).get(), key, value)
+
+
+def _put_tensor(twin: Any, name: str, key: Any, seed: int) -> None:
+    held = place_of(twin, name).get()
+    held[key] = _like(held[key], seed)
+
+
+def _copy(twin: Any, name: str, seed: int) -> None:
+    held = place_of(twin, name).get()
+    with torch.inference_mode():
+        held.copy_(_like(held, seed))
+
+
+def _rebind(twin: Any, name: str, seed: int) -> None:
+    place = place_of(twin, name)
+    place.set(_like(place.get(), seed))
+
+
+def _weights(twin: Any, name: str, seed: int) -> None:
+    with torch.no_grad():
+        for parameter in place_of(twin, name).get().parameters():
+            parameter.copy_(_like(parameter, seed))
+
+
+def _assign(twin: Any, name: str, seed: int) -> None:
+    module = place_of(twin, name).get()
+    fresh = {key: _like(held, seed).abs() for key, held in module.state_dict().items()}
+    module.load_state_dict(fresh, assign=True)
+
+
+def _data(twin: Any, name: str, seed: int) -> None:
+    for parameter in place_of(twin, name).get().parameters():
+        parameter.data = _like(parameter, seed)
+
+
+def _parameter(twin: Any, name: str, seed: int) -> None:
+    for module in place_of(twin, name).get().modules():
+        for key, held in list(module.named_parameters(recurse=False)):
+            setattr(module, key, nn.Parameter(_like(held, seed)))
+
+
+def _train(twin: Any, name: str, mode: bool) -> None:
+    (place_of(twin, name).get() if name else twin).train(mode)
+
+
+def _freeze(twin: Any, name: str, freeze: bool) -> None:
+    place_of(twin, name).get().requires_grad_(not freeze)
+
+
+def _seed(twin: Any, name: str, seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+_VERBS: dict[str, Callable[..., None]] = {
+    "set": _set,
+    "put": _put,
+    "field": _field,
+    "put_tensor": _put_tensor,
+    "copy": _copy,
+    "rebind": _rebind,
+    "weights": _weights,
+    "assign": _assign,
+    "data": _data,
+    "parameter": _parameter,
+    "train": _train,
+    "freeze": _freeze,
+    "seed": _seed,
+}
+
+_PLAIN: dict[str, tuple[object, ...]] = {
+    "float": (2.0, -1.0, 0.5),
+    "flag": (False, True),
+    "word": ("b", "a"),
+    "pair": ((1.0, 3.0), (0.5, 2.0)),
+    "counter": (10, 0),
+}
+
+
+@dataclass(frozen=True)
+class Spoil:
+    """The caller changes what it got, in place, as an owner may."""
+
+    factor: float = 0.5
+
+    def __call__(self, twin: Any, output: Any) -> None:
+        with torch.inference_mode():
+            for tensor in reachable(output, set()):
+                wide = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+                span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+                if wide and tensor.numel() and span >= tensor.numel():
+                    tensor.mul_(self.factor)
+
+
+@dataclass(eq=False)
+class Latest(Late):
+    """The latest result's first tensor like `like`, itself and not a copy; `like` where there is none."""
+
+    like: Data
+
+    def resolve(self, world: World) -> Any:
+        """That tensor."""
+        wanted = self.like.resolve(world)
+        for tensor in reachable(world.outputs[-1] if world.outputs else None, set()):
+            if tensor.shape == wanted.shape and tensor.dtype == wanted.dtype:
+                return tensor
+        return wanted
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What calls of one signature share."""
+
+    n: int
+    mode: str
+    layouts: tuple[str, ...]
+    scalars: tuple[tuple[str, object], ...] = ()
+    autocast: str = ""
+    omitted: tuple[str, ...] = ()
+    by_keyword: bool = False
+    overlapping: bool = False
+    inference: bool = False
+    requires_grad: bool = False
+
+
+class _Drawer:
+    """Draws settings and calls for one program."""
+
+    def __init__(self, draw: DrawFn, program: Program, device: str) -> None:
+        self._st, self._draw = need_hypothesis(), draw
+        self.program, self.device = program, device
+        self.seeds = 0
+        self.previous: dict[int, list[Any]] = {}
+
+    def choose(self, options: Any) -> Any:
+        return self._draw(self._st.sampled_from(list(options)))
+
+    def chance(self, percent: int) -> bool:
+        return bool(self._draw(self._st.integers(0, 99)) >= 100 - percent)
+
+    def new_seed(self) -> int:
+        self.seeds += 1
+        return self.seeds
+
+    def setting(self, modes: tuple[str, ...]) -> _Setting:
+        program, mode = self.program, self.choose(modes)
+        return _Setting(
+            n=self.choose([3, 4, 2, max(1, program.min_n)]),
+            mode=mode,
+            layouts=tuple(self._layout(item) for item in program.inputs),
+            scalars=tuple((name, self.choose(values)) for name, values in program.scalars if self.chance(60)),
+            autocast=self.device if self.chance(8) else "",
+            omitted=tuple(item.name for item in program.inputs if item.optional and self.chance(40)),
+            by_keyword=self.chance(20),
+            overlapping=self.chance(20),
+            inference=mode == "inference" and self.chance(30),
+            requires_grad=mode == "grad" and self.chance(30),
+        )
+
+    def _layout(self, item: Input) -> str:
+        shape, dtype = _shape(item, 3), getattr(torch, item.dtype)
+        names = ["transposed", "stepped", "offset", "conj", "neg"]
+        names += [] if item.written else ["expanded", "overlapping"]
+        odd = [name for name in names if fits(name, shape, dtype)]
+        return str(self.choose(odd)) if self.chance(30) else "contiguous"
+
+    def call(self, number: int, setting: _Setting) -> Call:
+        """One call; rarely with the very tensors of the last call of this setting, or with a result."""
+        values = self.previous.get(number) if self.chance(10) else None
+        values = self._values(setting) if values is None else values
+        self.previous[number] = values
+        first = self.program.inputs[0]
+        if not first.box and not first.written and self.chance(10) and isinstance(values[0], Data):
+            values = [Latest(values[0]), *values[1:]]
+        args, kwargs = self._bind(setting, values)
+        return Call(
+            args,
+            kwargs,
+            before=self._changes() if self.chance(20) else None,
+            context=Ambient(setting.mode, setting.autocast),
+            after=Spoil() if self.chance(15) else None,
+        )
+
+    def _values(self, setting: _Setting) -> list[Any]:
+        inputs = self.program.inputs
+        values: list[Any] = [
+            self._datum(item, layout, setting) for item, layout in zip(inputs, setting.layouts, strict=True)
+        ]
+        rows = [index for index, item in enumerate(inputs) if item[1:3] == inputs[0][1:3]]
+        if setting.overlapping and len(rows) > 1:
+            base = replace(values[0], shape=(setting.n + 1, *values[0].shape[1:]), layout="contiguous")
+            values[rows[0]], values[rows[1]] = Rows(base, 0, setting.n), Rows(base, 1, setting.n + 1)
+        return [_boxed(item.box, value) for item, value in zip(inputs, values, strict=True)]
+
+    def _datum(self, item: Input, layout: str, setting: _Setting) -> Data:
+        dtype = getattr(torch, item.dtype)
+        shape = _shape(item, setting.n)
+        return Data(
+            shape,
+            item.dtype,
+            layout=layout if fits(layout, shape, dtype) else "contiguous",
+            seed=self.new_seed(),
+            high=item.high,
+            requires_grad=setting.requires_grad and dtype.is_floating_point and not item.written,
+            inference=setting.inference,
+        )
+
+    def _bind(self, setting: _Setting, values: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        named = {item.name: value for item, value in zip(self.program.inputs, values, strict=True)}
+        kept = {name: value for name, value in named.items() if name not in setting.omitted}
+        scalars = dict(setting.scalars)
+        if setting.by_keyword or setting.omitted:
+            return (), {**scalars, **kept}
+        return tuple(kept.values()), scalars
+
+    def _changes(self) -> Changes:
+        found: list[Change] = [("seed", "", self.new_seed())]
+        if "(nn.Module)" in self.program.source:
+            found += [("train", "", False), ("train", "", True)]
+        for item in self.program.state:
+            found += self._changes_of(item)
+        count = self.choose([1, 1, 2])
+        return Changes(tuple(self.choose(found[::-1]) for _ in range(count)))
+
+    def _changes_of(self, item: State) -> list[Change]:
+        seed = self.new_seed()
+        if item.kind in _PLAIN:
+            return [("set", item.name, value) for value in _PLAIN[item.kind]]
+        if item.kind == "tensor":
+            return [("copy", item.name, seed), ("rebind", item.name, seed)]
+        if item.kind == "module":
+            verbs = ("weights", "assign", "data", "parameter")
+            flips: list[Change] = [("train", item.name, False), ("train", item.name, True), ("freeze", item.name, True)]
+            return [(verb, item.name, seed) for verb in verbs] + flips
+        others: dict[str, list[Change]] = {
+            "options": [("put", item.name, "scale", 2.0), ("put", item.name, "scale", 3.0)],
+            "config": [("field", item.name, "value", 2.0), ("field", item.name, "value", 3.0)],
+            "named": [("put_tensor", item.name, "w", seed)],
+            "piled": [("put_tensor", item.name, 0, seed)],
+        }
+        return others.get(item.kind, [])
+
+
+def _shape(item: Input, n: int) -> tuple[int, ...]:
+    return tuple(n if size == "n" else int(size) for size in item.dims)
+
+
+def _boxed(box: str, value: Any) -> Any:
+    boxes: dict[str, Any] = {
+        "dict": {"t": value, "note": None},
+        "list": [value],
+        "tuple": (1, value),
+        "pair": Pair(value, "right"),
+        "record": Record(value),
+    }
+    return boxes.get(box, value)
+
+
+def call_sequences(
+    program: Program, *, min_calls: int = 3, max_calls: int = 8, device: str = "cpu"
+) -> SearchStrategy[list[Call]]:
+    """Calls for a program: one or two signatures, new data, and now and then something between or after calls.
+
+    Between: attributes set, train and eval, buffers and weights updated in place, bound anew, replaced through
+    `.data` or `load_state_dict(assign=True)`, `manual_seed`. Around: no_grad, inference_mode, grad mode, autocast.
+    After: the caller changes the result in place, or passes it to the next call.
+    """
+    strategy: SearchStrategy[list[Call]] = _composite()(program, (min_calls, max_calls), device)
+    return strategy
+
+
+@functools.cache
+def _composite() -> Any:
+    return need_hypothesis().composite(_draw_calls)
+
+
+def _draw_calls(draw: DrawFn, program: Program, counts: tuple[int, int], device: str) -> list[Call]:
+    drawer = _Drawer(draw, program, device)
+    groups = [("no_grad",), ("inference",), ("no_grad", "inference"), ("no_grad", "grad"), ("grad",)]
+    modes = drawer.choose([group for group in groups if set(group) <= set(program.modes)])
+    settings = [drawer.setting(modes) for _ in range(drawer.choose([1, 1, 2]))]
+    count = draw(need_hypothesis().integers(*counts))
+    numbers = [drawer.choose([0, 0, len(settings) - 1]) for _ in range(count)]
+    return [drawer.call(number, settings[number]) for number in numbers]

@@ -1,0 +1,426 @@
+"""The house plan as a test: floors, the seam for hardware, private torch names, sizes, the public face, import cost.
+
+Each check is a function from sources to complaints, so that it can be shown to fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import quantiles
+
+import pytest
+
+import graphify
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "graphify"
+
+FLOORS: Mapping[int, tuple[str, ...]] = {
+    0: ("errors",),
+    1: ("_tree", "_binding", "_signature", "stats"),
+    2: ("_watch", "_undo", "_trial", "_guards", "_pool"),
+    3: ("backends", "backends.base", "backends.cuda", "backends.tape", "backends.eager", "_plans"),
+    4: ("_entry",),
+    5: ("_autograd",),
+    6: ("_wrapper", "_module", "_decorate"),
+    7: ("testing", "_demo_models", "_demo", "_doctor", "__main__", "__init__"),
+}
+FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
+
+SAME_FLOOR = frozenset[tuple[str, str]](
+    {
+        ("__main__", "_demo"),
+        ("__main__", "_doctor"),
+        ("_demo", "_demo_models"),
+    }
+)
+"""Imports along a floor that are meant: (importer, imported)."""
+
+Sources = Mapping[str, str]
+"""Module name, such as "backends.cuda", to source text."""
+
+
+def sources() -> dict[str, str]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+        found[name] = path.read_text(encoding="utf-8")
+    return found
+
+
+def imported(module: str, tree: ast.AST, known: Mapping[str, int]) -> Iterator[tuple[int, str]]:
+    """Line and name of each graphify module that this one imports, at any depth of nesting."""
+    is_package = module == "__init__" or any(name.startswith(module + ".") for name in known)
+    home = [] if module == "__init__" else module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "graphify"]
+            yield from ((node.lineno, name.partition(".")[2] or "__init__") for name in names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level == 0 and (node.module or "").split(".")[0] != "graphify":
+                continue
+            above = home[: len(home) - node.level + 1] if node.level else []
+            stem = (node.module or "") if node.level else (node.module or "").partition(".")[2]
+            base = ".".join([*above, *([stem] if stem else [])])
+            for alias in node.names:
+                whole = f"{base}.{alias.name}" if base else alias.name
+                yield node.lineno, whole if whole in known else base or "__init__"
+
+
+def floor_faults(texts: Sources, floor_of: Mapping[str, int], same: frozenset[tuple[str, str]]) -> list[str]:
+    faults = [f"{module}: has no floor" for module in texts if module not in floor_of]
+    for module, text in texts.items():
+        for line, target in imported(module, ast.parse(text), floor_of):
+            here, there = floor_of.get(module, -1), floor_of.get(target, 99)
+            if there > here or (there == here and target != module and (module, target) not in same):
+                faults.append(f"{module}:{line}: floor {here} imports {target} of floor {there}")
+    return faults
+
+
+def dotted(node: ast.AST, aliases: Mapping[str, str]) -> str | None:
+    """The full name that an expression such as `torch._C._x`, or getattr of it, stands for."""
+    if isinstance(node, ast.Name):
+        return aliases.get(node.id)
+    if isinstance(node, ast.Attribute):
+        base, name = dotted(node.value, aliases), node.attr
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) >= 2:
+        key = node.args[1]
+        if node.func.id not in ("getattr", "hasattr") or not isinstance(key, ast.Constant):
+            return None
+        base, name = dotted(node.args[0], aliases), str(key.value)
+    else:
+        return None
+    return f"{base}.{name}" if base else None
+
+
+def torch_names(text: str) -> set[str]:
+    """Every torch name that a file uses, written out in full."""
+    tree = ast.parse(text)
+    aliases, names = {"torch": "torch"}, set()
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").split(".")[0] == "torch"
+        ):
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                names.add(f"{node.module}.{alias.name}")
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    names.add(alias.name)
+                    if alias.asname:
+                        aliases[alias.asname] = alias.name
+    return names | {name for node in ast.walk(tree) if (name := dotted(node, aliases))}
+
+
+def is_private(part: str) -> bool:
+    return part.startswith("_") and not part.startswith("__")
+
+
+def private_names(text: str) -> set[str]:
+    """The private torch names of a file: the longest form of each."""
+    private = {name for name in torch_names(text) if any(map(is_private, name.split(".")))}
+    return {name for name in private if not any(other.startswith(name + ".") for other in private)}
+
+
+def cuda_faults(texts: Sources) -> list[str]:
+    faults = []
+    for module, text in texts.items():
+        home, _, name = module.rpartition(".")
+        if home == "backends" and "cuda" in name:
+            continue
+        named = {name for name in torch_names(text) if name.startswith(("torch.cuda", "torch._C._cuda"))}
+        named |= {"torch.cuda"} if "torch.cuda" in text else set()
+        faults += [f"{module}: names {name}" for name in sorted(named)]
+    return faults
+
+
+PUBLIC_IN_ALL_BUT_NAME = frozenset({"torch.utils._python_dispatch.TorchDispatchMode"})
+"""Documented by torch as the way to write a mode, in a module that merely looks private."""
+
+
+def private_faults(texts: Sources) -> list[str]:
+    where = defaultdict(list)
+    for module, text in texts.items():
+        for name in private_names(text) - PUBLIC_IN_ALL_BUT_NAME:
+            where[name].append(module)
+    return [f"{name}: in {', '.join(modules)}" for name, modules in sorted(where.items()) if len(modules) > 1]
+
+
+def function_lengths(text: str) -> Iterator[tuple[str, int]]:
+    """Lines of each function, its decorators and docstring left out."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if ast.get_docstring(node, clean=False) is not None:
+                lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+            yield node.name, lines
+
+
+def length_faults(texts: Sources, *, longest: int = 50, p90: int = 25) -> list[str]:
+    lengths = [
+        (f"{module}.{name}", n) for module, text in texts.items() for name, n in function_lengths(text)
+    ]
+    faults = [f"{name}: {lines} lines" for name, lines in lengths if lines > longest]
+    tenth = quantiles([lines for _, lines in lengths], n=10)[-1] if len(lengths) > 1 else 0
+    return faults + ([f"p90 of all functions: {tenth:.0f} lines"] if tenth > p90 else [])
+
+
+# Character classes keep these patterns from finding themselves.
+FOREIGN = {
+    "an absolute local path": r"(?<![\w.:/])/(?:wor[k]|roo[t]|hom[e]|User[s]|mn[t]|tm[p]|op[t])/\w",
+    "talk about who wrote it": r"(?i)\b(?:[a]gents?|[L]LMs?|[c]haracters? assistant|[C]laude|[C]hatGPT|[C]opilot)\b",
+    "talk about how it was written": r"(?i)(?<!scope=\")\b[s]essions?\b",
+}
+
+
+def foreign_words(name: str, text: str) -> list[str]:
+    return [
+        f"{name}:{number}: {what}: {line.strip()[:80]}"
+        for number, line in enumerate(text.splitlines(), 1)
+        for what, pattern in FOREIGN.items()
+        if re.search(pattern, line)
+    ]
+
+
+def project_paths() -> list[str]:
+    """What git tracks or would track; without git, everything that has no hidden or built part."""
+    if shutil.which("git") and (ROOT / ".git").exists():
+        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+        listed = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        if listed.returncode == 0:
+            return sorted(filter(None, listed.stdout.split("\0")))
+    built = re.compile(r"(^|/)(\.(?!ci/|gitignore)[^/]*|__pycache__|build|dist|[^/]*\.egg-info)(/|$)")
+    paths = (path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*")))
+    return [path for path in paths if not built.search(path)]
+
+
+def project_files() -> Iterator[tuple[str, str]]:
+    """Every text file of the project with its text."""
+    for name in project_paths():
+        path = ROOT / name
+        if path.is_file():
+            yield name, path.read_text(encoding="utf-8", errors="replace")
+
+
+IMPORT_PROBE = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import {module}
+seconds = time.perf_counter() - start
+new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+heavy = [name for name in ("torch._dynamo", "torch._inductor") if name in set(sys.modules) - before]
+print(json.dumps([seconds, torch.cuda.is_initialized(), sorted(new), heavy]))
+"""
+
+
+def import_faults(module: str, *, limit: float = 0.2, tries: int = 3) -> list[str]:
+    """What importing a module costs beyond torch: seconds (best of a few), CUDA, heavy modules."""
+    runs = []
+    for _ in range(tries):
+        command = [sys.executable, "-c", IMPORT_PROBE.format(module=module)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        runs.append(json.loads(done.stdout))
+    seconds, initialised, new, heavy = min(runs)
+    faults = [f"takes {seconds:.3f} s"] if seconds >= limit else []
+    faults += ["initialises CUDA"] if initialised else []
+    return faults + [f"imports {name}" for name in (*heavy, "hypothesis", "numpy") if name in {*heavy, *new}]
+
+
+def public_names() -> set[str]:
+    """What `dir` shows a user: no private names, no submodules."""
+    return {
+        name
+        for name, value in vars(graphify).items()
+        if not name.startswith("_") and not isinstance(value, type(sys))
+    }
+
+
+def test_every_module_has_a_floor_and_imports_point_down() -> None:
+    """A module imports only from floors below its own, or along it where that is listed."""
+    assert floor_faults(sources(), FLOOR_OF, SAME_FLOOR) == []
+
+
+def test_the_plan_lists_no_module_twice() -> None:
+    """A module lives on one floor."""
+    assert sum(map(len, FLOORS.values())) == len(FLOOR_OF)
+
+
+def test_only_the_cuda_backend_names_torch_cuda() -> None:
+    """Nothing above the seam names the CUDA API, not even in a message."""
+    assert cuda_faults(sources()) == []
+
+
+def test_each_private_torch_name_lives_in_one_file() -> None:
+    """When torch renames something private, one file changes."""
+    assert private_faults(sources()) == []
+
+
+def test_functions_are_short() -> None:
+    """No function is over 50 lines, and nine of ten have at most 25."""
+    assert length_faults(sources()) == []
+
+
+def test_all_is_sorted_and_is_what_is_public() -> None:
+    """`__all__` is the public face, in the order in which it is read."""
+    assert graphify.__all__ == sorted(graphify.__all__)
+    assert set(graphify.__all__) == public_names()
+
+
+def test_every_module_says_what_it_offers() -> None:
+    """Each module but the command line has an `__all__` of names it defines."""
+    for name, text in sources().items():
+        if name in ("__main__", "backends"):
+            continue
+        assert re.search(r"^__all__ = ", text, re.MULTILINE), name
+
+
+def test_importing_costs_little() -> None:
+    """`import graphify` initialises no CUDA, brings in nothing heavy and takes under 0.2 s beyond torch."""
+    assert import_faults("graphify") == []
+
+
+def test_files_speak_of_the_library_only() -> None:
+    """No file holds a path of somebody's computer or a word about how it was written."""
+    files = dict(project_files())
+
+    assert {"README.md", "pyproject.toml", ".ci/run", "graphify/errors.py"} <= set(files)
+    assert [fault for name, text in files.items() for fault in foreign_words(name, text)] == []
+
+
+def test_version_is_the_installed_one() -> None:
+    """`graphify.__version__` is looked up when asked for."""
+    metadata = pytest.importorskip("importlib.metadata")
+    try:
+        expected = metadata.version("graphify")
+    except metadata.PackageNotFoundError:
+        pytest.skip("graphify runs from its source here, not installed")
+
+    assert graphify.__version__ == expected
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        graphify.nothing  # type: ignore[attr-defined]
+
+
+SMALL_HOUSE = {
+    "errors": 0,
+    "_low": 1,
+    "_side": 1,
+    "backends": 2,
+    "backends.cuda": 2,
+    "_high": 3,
+    "__init__": 4,
+}
+
+
+class TestTheChecksCanFail:
+    """Each check finds a planted fault and passes its repaired twin."""
+
+    @pytest.mark.parametrize(
+        ("module", "text"),
+        [
+            ("_low", "from ._high import x"),
+            ("_low", "from . import _high"),
+            ("_low", "import graphify._high"),
+            ("_low", "from graphify._high import x"),
+            ("_low", "from graphify import graphify"),
+            ("_low", "def f():\n    from ._high import x"),
+            ("_low", "from ._side import x"),
+            ("_low", "from ._unknown import x"),
+            ("backends.cuda", "from .._high import x"),
+            ("_new", "x = 1"),
+        ],
+    )
+    def test_floors(self, module: str, text: str) -> None:
+        """An import that points up, sideways or to nowhere is found in each of its spellings."""
+        assert floor_faults({module: text}, SMALL_HOUSE, frozenset()) != []
+
+    @pytest.mark.parametrize(
+        ("module", "text"),
+        [
+            ("_high", "from ._low import x\nfrom .backends import cuda"),
+            ("_low", "from ._side import x"),
+            ("backends.cuda", "from ..errors import x\nfrom .._low import y"),
+            ("__init__", "from ._high import x"),
+            ("_low", "import torch\nfrom torch import _C"),
+        ],
+    )
+    def test_floors_let_good_ones_pass(self, module: str, text: str) -> None:
+        """Imports that point down, or along a floor by permission, are no fault."""
+        assert floor_faults({module: text}, SMALL_HOUSE, frozenset({("_low", "_side")})) == []
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "import torch\ntorch.cuda.synchronize()",
+            "from torch import cuda",
+            "import torch.cuda as c",
+            "from torch.cuda import Stream",
+            "import torch as t\nt.cuda.Stream()",
+            "import torch\ngetattr(torch, 'cuda')",
+            "import torch\ntorch._C._cuda_getDevice()",
+            "# torch.cuda is named here",
+        ],
+    )
+    def test_cuda(self, text: str) -> None:
+        """Each way of naming the CUDA API is found, except in the backend that may."""
+        assert cuda_faults({"_low": text, "backends.cuda": text, "backends._cuda_nodes": text}) != []
+        assert cuda_faults({"backends.cuda": text, "backends._cuda_nodes": text}) == []
+
+    def test_cuda_lets_tensor_methods_pass(self) -> None:
+        """`torch.version.cuda` and `x.is_cuda` are facts, not the API."""
+        assert cuda_faults({"_low": "import torch\nprint(torch.version.cuda, x.is_cuda)"}) == []
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            ("import torch\ntorch._C._x()", "from torch._C import _x"),
+            ("import torch\ntorch._C._x()", "import torch as t\ngetattr(t._C, '_x', None)"),
+            ("from torch.utils import _pytree", "import torch\ntorch.utils._pytree"),
+        ],
+    )
+    def test_private(self, one: str, other: str) -> None:
+        """The same private name in two files is found, however it is spelled."""
+        assert private_faults({"a": one, "b": other}) != []
+
+    def test_private_lets_different_names_pass(self) -> None:
+        """Two files may use different private names, and any public ones."""
+        texts = {"a": "import torch\ntorch._C._x(torch.add)", "b": "import torch\ntorch._C._y(torch.add)"}
+        assert private_faults(texts) == []
+
+    def test_lengths(self) -> None:
+        """A long function is found, and many middling ones; a long docstring is no fault."""
+        long = "def f():\n" + "    x = 1\n" * 51
+        middling = "".join(f"def f{n}():\n" + "    x = 1\n" * 30 for n in range(20))
+        told = 'def f():\n    """' + "text\n" * 90 + '    """\n    return 1\n'
+
+        assert length_faults({"a": long}) == ["a.f: 52 lines"]
+        assert length_faults({"a": middling}) == ["p90 of all functions: 31 lines"]
+        assert length_faults({"a": told}) == []
+
+    def test_words(self) -> None:
+        """A local path and such words are found; a fixture's scope and relative paths are not."""
+        slash, word = "/", "sess" + "ion"
+        assert foreign_words("a", f"see {slash}home{slash}me") != []
+        assert foreign_words("a", f"written in this {word}") != []
+        assert foreign_words("a", "by an " + "age" + "nt") != []
+        assert foreign_words("a", f'scope="{word}", see docs/work/x and https://x.org/home/y') == []
+
+    def test_imports(self) -> None:
+        """A module that is heavy or slow to import is found."""
+        assert "imports torch._dynamo" in import_faults("torch._dynamo", tries=1)
+        assert any(
+            fault.startswith("takes") for fault in import_faults("email.mime.text", limit=0.0, tries=1)
+        )
