@@ -19,7 +19,9 @@ import torch
 __all__ = ["CodeNames", "Executed", "is_library", "line_of", "names_of", "user_frame", "user_line"]
 
 _LIBRARY = tuple(
-    f"{path}/" for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *torch.__path__} if path
+    f"{path}/"
+    for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *torch.__path__}
+    if path
 )
 _OURS = __file__.rpartition("/")[0] + "/"
 
@@ -34,7 +36,9 @@ class CodeNames:
         for step in dis.get_instructions(code):
             if not isinstance(step.argval, str):
                 continue
-            if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER", "LOAD_DEREF", "LOAD_CLASSDEREF")):
+            if step.opname.startswith(
+                ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER", "LOAD_DEREF", "LOAD_CLASSDEREF")
+            ):
                 loads.add(step.argval)
             elif step.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT")):
                 loads.add(step.argval)
@@ -100,11 +104,19 @@ class Executed:
 
     def _follow(self, previous: Any) -> Callable[[FrameType, str, Any], None]:
         codes = self.codes
+        importing: list[FrameType] = []
 
         def follow(frame: FrameType, event: str, arg: Any) -> None:
             code = frame.f_code
-            if event == "call" and id(code) not in codes and not code.co_filename.startswith(_OURS):
-                codes[id(code)] = (code, frame.f_globals)
+            if importing:
+                # A module imported for the first time, by whomever, is not what the function reads.
+                if event == "return" and frame is importing[0]:
+                    importing.clear()
+            elif event == "call":
+                if code.co_name == "<module>":
+                    importing.append(frame)
+                elif id(code) not in codes and not code.co_filename.startswith(_OURS):
+                    codes[id(code)] = (code, frame.f_globals)
             if previous is not None:
                 previous(frame, event, arg)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["TOKEN_CODE", "kind_of", "refusal_of", "token_of"]
+__all__ = ["TOKEN_CODE", "kind_of", "refusal_of", "shown", "token_of"]
 
 _PLAIN = (int, float, complex, str, bytes)
 _SINGLES = (None, ..., NotImplemented)
@@ -117,6 +117,9 @@ def token_of(value: Any) -> Hashable | None:
     return cls, frozenset(tokens) if cls is frozenset else tokens
 
 
+_WITH_PARTS = (complex, range, slice, frozenset, tuple)
+
+
 def _parts_of(value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, complex):
         return value.real, value.imag
@@ -134,6 +137,19 @@ def _token_of_one(value: Any, kind: str) -> Any:
         return value
     # Tells 0.0 from -0.0 and lets NaN equal itself; a numpy date is in its text with its unit.
     return value if isinstance(value, float) and value and value == value else repr(value)
+
+
+def shown(token: Any, cls: type) -> str:
+    """The constant of this exact type that such a token stands for, as a message writes it."""
+    if isinstance(token, tuple) and len(token) == 2 and token[0] is cls:  # from `token_of`
+        return shown(token[1], cls)
+    if isinstance(token, (tuple, frozenset)) and cls in _WITH_PARTS:
+        parts = [shown(part, part[0]) for part in token]
+        return f"{cls.__name__}({', '.join(sorted(parts) if cls is frozenset else parts)})"
+    if issubclass(cls, enum.Enum):
+        return f"{cls.__name__}.{token}" if isinstance(token, str) else f"{cls.__name__}({token!r})"
+    # A float that is zero or NaN has its text as token.
+    return token if isinstance(token, str) and not issubclass(cls, str) else repr(token)
 
 
 def refusal_of(value: Any) -> str | None:

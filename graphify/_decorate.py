@@ -6,7 +6,18 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Protocol, TypedDict, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    NoReturn,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    overload,
+)
 
 from torch import nn
 from typing_extensions import Unpack

@@ -75,7 +75,7 @@ def cases(device: str) -> list[Case]:
         torch.manual_seed(0)
         net, decoder = mlp(), Decoder().eval()
         batches = [torch.randn(64, 128).to(device) for _ in range(CHECKED)]
-    positions = torch.arange(decoder.steps.numel(), device=device).split(1)
+    positions = torch.split(torch.arange(decoder.steps.numel(), device=device), 1)
     return [
         Case("mlp 128-256-128, batch 64", net.to(device), drive_mlp(batches)),
         Case("decoder, 4 layers, one token", decoder.to(device), drive_decoder(decoder, positions)),

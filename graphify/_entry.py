@@ -44,7 +44,7 @@ class Entry:
         self.used = 0
         self.label = ""
         self.opaque: list[weakref.ref[Any]] = []
-        self.extra: Callable[[Sequence[Tensor]], bool] | None = None
+        self.admits: Callable[[Sequence[Tensor]], bool] | None = None
         self.holds: Callable[[], bool] = _always
 
     def trust(self, guard: Guard) -> None:
@@ -64,7 +64,7 @@ class Entry:
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether this entry still speaks of the call, learning equal values in new objects."""
-        if self.extra is not None and not self.extra(tensors):
+        if self.admits is not None and not self.admits(tensors):
             return False
         return self.holds() or (self.guard is not None and self.miss() is None)
 
@@ -84,15 +84,15 @@ class Entry:
         scalars = self.scalars
         conflicts = self.graph.conflicts if self.graph is not None else frozenset()
         if not scalars and not conflicts:
-            self.extra = None
+            self.admits = None
             return
 
-        def extra(tensors: Sequence[Tensor]) -> bool:
+        def admits(tensors: Sequence[Tensor]) -> bool:
             if any(_value(tensors[i]) != value for i, value in scalars):
                 return False
             return not conflicts or conflicts.isdisjoint(map(family_key, tensors))
 
-        self.extra = extra
+        self.admits = admits
 
 
 class Table:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._places import MISSING, Place, Survey, is_plain, same
+from ._places import Place, Survey, is_plain, same
 
 __all__ = ["Guard", "Miss", "find_place"]
 
@@ -90,11 +90,15 @@ class Guard:
         ]
 
     def _generate(self) -> Callable[[], bool]:
-        scope: dict[str, Any] = {"MISSING": MISSING}
+        scope: dict[str, Any] = {"same": same}
         tests: list[str] = []
         for i, (place, value) in enumerate(self.places):
             scope[f"c{i}"], scope[f"k{i}"], scope[f"v{i}"] = place.container, place.key, value
-            tests.append(_TESTS[place.kind].format(i=i, k=_literal(place.key, i)))
+            if place.read() is value:
+                tests.append(_TESTS[place.kind].format(i=i, k=_literal(place.key, i)))
+            else:  # made anew by each read, so only its value can be compared
+                scope[f"p{i}"] = place
+                tests.append(f"same(p{i}.read(), v{i})")
         for i, (container, size, _) in enumerate(self.sizes):
             scope[f"s{i}"] = container
             tests.append(f"len(s{i}) == {size}" if size else f"not s{i}")

@@ -50,7 +50,9 @@ def offence(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: torc
         return Offence(f"`{func}` is marked unsafe for graphs", "its author says so", "call it outside")
     if torch.Tag.dynamic_output_shape in func.tags and _on(device, args):
         name = func.name().split("::")[1].split(".")[0]
-        return Offence(f"`{name}` makes a result of data-dependent size", SHAPE, _SHAPE_FIXES.get(name, _SHAPE_FIX))
+        return Offence(
+            f"`{name}` makes a result of data-dependent size", SHAPE, _SHAPE_FIXES.get(name, _SHAPE_FIX)
+        )
     return _foreign(args, kwargs, device)
 
 
@@ -116,7 +118,9 @@ def _linalg(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -
     if not _on(device, args):
         return None
     return Offence(
-        "a `torch.linalg` function checks for errors on the host", READ, "its `_ex` form, such as `torch.linalg.inv_ex`"
+        "a `torch.linalg` function checks for errors on the host",
+        READ,
+        "its `_ex` form, such as `torch.linalg.inv_ex`",
     )
 
 
@@ -143,8 +147,6 @@ def _transfer(
             "make it with `device=`, or once outside the graphed function, or pass it as an argument",
         )
     return None
-
-
 
 
 _SHAPE_FIX = "an operator with a fixed result size, or do this part outside the graphed function"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._layout import family_key, overlaps_itself, span, view_of
+from ._layout import family_key, first_byte, overlaps_itself, span, view_of
 from ._signature import TensorSpec
 from .backends.base import Backend
 
@@ -21,7 +21,7 @@ class Range(NamedTuple):
     """A run of memory filled at once: the destination, the leaf it comes from, bytes before that leaf."""
 
     flat: Tensor
-    index: int
+    leaf: int
     before: int
 
 
@@ -60,11 +60,9 @@ class StaticInputs:
         for i in family:
             leaf = leaves[i]
             if id(leaf) not in made:
-                byte = leaf.storage_offset() * leaf.element_size() - low
-                made[id(leaf)] = view_of(flat, leaf, byte, leaf.shape, leaf.stride())
+                made[id(leaf)] = view_of(flat, leaf, first_byte(leaf) - low, leaf.shape, leaf.stride())
             self.tensors[i] = made[id(leaf)]
-        first = leaves[family[0]]
-        self._ranges.append(Range(flat, family[0], first.storage_offset() * first.element_size() - low))
+        self._ranges.append(Range(flat, family[0], first_byte(leaves[family[0]]) - low))
 
     def _set_flags(self, specs: Sequence[TensorSpec]) -> None:
         made: dict[int, Tensor] = {}
@@ -99,8 +97,7 @@ class StaticInputs:
             self._copy(sources)
         for flat, index, before in self._ranges:
             source = sources[index]
-            byte = source.storage_offset() * source.element_size() - before
-            flat.copy_(view_of(source, flat, byte, flat.shape, (1,)))
+            flat.copy_(view_of(source, flat, first_byte(source) - before, flat.shape, (1,)))
 
 
 def _nothing(sources: Sources) -> None:

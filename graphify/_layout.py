@@ -7,19 +7,25 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["family_key", "is_dense", "overlaps_itself", "span", "view_of"]
+__all__ = ["family_key", "first_byte", "is_dense", "overlaps_itself", "span", "view_of"]
 
 
 def family_key(tensor: Tensor) -> int:
     """The identity of the storage that a tensor views; equal keys mean shared memory."""
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def first_byte(tensor: Tensor) -> int:
+    """Where in its storage a tensor begins."""
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def span(tensors: Iterable[Tensor]) -> tuple[int, int]:
     """The half-open range of bytes of one storage that these tensors cover."""
     ranges = []
     for t in tensors:
-        first = t.storage_offset()
+        first = int(t.storage_offset())
         reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
         last = first + 1 + reach if t.numel() else first
         ranges.append((first * t.element_size(), last * t.element_size()))

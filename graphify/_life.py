@@ -7,7 +7,7 @@ import logging
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from ._entry import Entry, Refusal, Table
 from ._guards import Guard
 from ._options import Options
 from ._places import Survey
-from ._record import Call, NeedsGrad, Setting, needs_grad, record
+from ._record import Call, NeedsGradError, Setting, needs_grad, record
 from ._signature import TensorSpec, refusal, specs_of
 from ._tree import tree_of
 from ._trial import trial
 from ._watch import Watch, watching
-from .errors import CaptureError, GraphifyError, GraphifyWarning, InputError
+from .errors import CaptureError, GraphifyWarning, InputError
 
 __all__ = ["Life"]
 
@@ -143,7 +143,10 @@ class Life:
         self.forget(entry.table, entry)
         if self._lost == _RETRIES:
             paths = ", ".join(f"`{entry.table.tree.const_paths[i]}`" for i in entry.table.tree.opaque)
-            self.say("opaque", f"{paths} is a new object at each call, so no call is ever captured: keep one object")
+            self.say(
+                "opaque",
+                f"{paths} is a new object at each call, so no call is ever captured: keep one object",
+            )
 
     # -- advancing
 
@@ -204,7 +207,9 @@ class Life:
         if entry.refusal is not None and entry.refusal.error is not None:
             if self.options.fallback == "raise":
                 raise entry.refusal.error
-            self.say(entry.refusal.reason, f"runs eagerly from now on for this kind of call: {entry.refusal.error}")
+            self.say(
+                entry.refusal.reason, f"runs eagerly from now on for this kind of call: {entry.refusal.error}"
+            )
         self.counts["warmups"] += 1
         return result
 
@@ -225,7 +230,7 @@ class Life:
     def _record(self, entry: Entry, call: Call) -> Any:
         try:
             self._make_graph(entry, call)
-        except NeedsGrad:
+        except NeedsGradError:
             entry.refusal = _GRAD
         except CaptureError as error:
             entry.refusal = Refusal("uncapturable", error)
@@ -258,15 +263,26 @@ class Life:
         entry.settle(graph, guard)
         self.ready.append(entry)
         self.counts["recordings"] += 1
-        log.info("%s: recorded %s: %d nodes in %.3f s", self.setting.name, entry.label, graph.recording.nodes, graph.seconds)
+        log.info(
+            "%s: recorded %s: %d nodes in %.3f s",
+            self.setting.name,
+            entry.label,
+            graph.recording.nodes,
+            graph.seconds,
+        )
 
     def rehearse(self, entry: Entry, call: Call) -> None:
         """Record ahead of time: warm-ups and the capture leave no trace."""
         assert entry.device is not None
         setting, generators = self.setting, list(self.generators.values())
         for _ in range(self.options.warmup - entry.warmed):
-            survey = Survey([*setting.roots(call), ("arguments", list(call.values))], Executed(everything=True))
-            with setting.backend.scope(entry.device), trial(setting.backend, entry.device, survey, generators) as undo:
+            survey = Survey(
+                [*setting.roots(call), ("arguments", list(call.values))], Executed(everything=True)
+            )
+            with (
+                setting.backend.scope(entry.device),
+                trial(setting.backend, entry.device, survey, generators) as undo,
+            ):
                 watch = Watch(entry.device, undo=undo)
                 with watching(watch, setting.backend.listen):
                     result = setting.run(call.values)
@@ -364,5 +380,9 @@ def _label(call: Call) -> str:
         f"{path}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
         for path, t in zip(call.tree.tensor_paths, call.tensors, strict=True)
     ]
-    parts += [f"{path}={value!r}" for path, value in zip(call.tree.const_paths, call.consts, strict=True) if value is not None]
+    parts += [
+        f"{path}={value!r}"
+        for path, value in zip(call.tree.const_paths, call.consts, strict=True)
+        if value is not None
+    ]
     return ", ".join(parts[:12]) + (", ..." if len(parts) > 12 else "") or "no arguments"

@@ -223,16 +223,18 @@ class GraphedFunction(_Controls, Generic[P, R]):
     def __set_name__(self, owner: type, name: str) -> None:
         if binds(self.__wrapped__):
             self._owner = weakref.ref(owner)
-            self.__class__ = _Unbound  # another `__call__`, at no cost to plain functions
+            self.__class__ = GraphedOnClass  # another `__call__`, at no cost to plain functions
 
     @overload
+    def __get__(
+        self: GraphedFunction[Concatenate[Any, Q], R], instance: None, owner: type, /
+    ) -> GraphedOnClass[P, Q, R]: ...
+    @overload
     def __get__(self, instance: None, owner: type, /) -> GraphedFunction[P, R]: ...
-
     @overload
     def __get__(
         self: GraphedFunction[Concatenate[S, Q], R], instance: S, owner: type | None = None, /
     ) -> BoundMethod[Q, R]: ...
-
     def __get__(self, instance: Any, owner: Any = None, /) -> Any:
         if instance is None:
             return self
@@ -289,17 +291,20 @@ class GraphedFunction(_Controls, Generic[P, R]):
         return f"<graphed {_name_of(self.__wrapped__)}>"
 
 
-class _Unbound(GraphedFunction[P, R]):
-    """A graphed function as its class holds it: called through the class, it takes the instance first."""
+class GraphedOnClass(GraphedFunction[P, R], Generic[P, Q, R]):
+    """A graphed method as its class holds it: called through the class, it takes the instance first."""
 
     __slots__ = ()
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload  # type checkers bind no class methods where a descriptor is in play
+    def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner() if self._owner is not None else None
         if args and owner is not None and isinstance(args[0], owner):
-            bound: Callable[..., R] = self.__get__(args[0], owner)
-            return bound(*args[1:], **kwargs)
-        return self.runner(*args, **kwargs)  # type: ignore[no-any-return]
+            return bind(self, args[0])(*args[1:], **kwargs)
+        return self.runner(*args, **kwargs)
 
     def _controlled(self) -> Runner:
         name = _name_of(self.__wrapped__)

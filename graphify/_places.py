@@ -20,7 +20,19 @@ __all__ = ["MISSING", "Change", "Place", "Survey", "is_plain", "same"]
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.Size)
+_PLAIN: tuple[Any, ...] = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 _PLAIN += (torch.layout, torch.memory_format, type(Ellipsis), range, slice)
 _BULK = 64
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
@@ -222,7 +234,7 @@ class Survey:
             keys = [k for k in self._used(state) if k not in hidden]
             self._add_all(Place(state, key, "field", f"{name}.{key}") for key in keys)
         for cls in _user_bases(type(value)):
-            slots = [k for k, v in vars(cls).items() if isinstance(v, types.MemberDescriptorType)]
+            slots = [k for k, v in vars(cls).items() if _is_slot(type(value), k, v)]
             self._add_all(Place(value, slot, "attr", f"{name}.{slot}") for slot in self._used(slots))
         self._walk_class(type(value), name)
 
@@ -285,6 +297,11 @@ class Survey:
 def _user_bases(cls: type) -> Iterator[type]:
     skipped = _SKIPPED_PACKAGES | {"graphify"}
     return (base for base in cls.__mro__ if base.__module__.partition(".")[0] not in skipped)
+
+
+def _is_slot(cls: type, name: str, found: Any) -> bool:
+    """Whether an attribute of a class's instances lives in this very slot."""
+    return isinstance(found, types.MemberDescriptorType) and getattr(cls, name, None) is found
 
 
 def _is_descriptor(value: Any) -> bool:

@@ -37,9 +37,9 @@ class GraphPool:
 
     def retire(self) -> None:
         """Close the static outputs handed out so far; call with the lock held, before memory is rewritten."""
-        closers, self.retired = self.retired, []
-        for close in closers:
+        for close in self.retired:
             close()
+        self.retired.clear()
 
     def forget(self) -> None:
         """Let go of the memory; the next recording starts with a new pool."""

@@ -25,12 +25,12 @@ from ._watch import Watch, watching
 from .backends.base import Backend, Recording
 from .errors import CaptureError
 
-__all__ = ["Call", "Graph", "NeedsGrad", "Setting", "needs_grad", "record"]
+__all__ = ["Call", "Graph", "NeedsGradError", "Setting", "needs_grad", "record"]
 
 _ONCE = "Python runs when a graph is recorded; a replay repeats device work only"
 
 
-class NeedsGrad(Exception):
+class NeedsGradError(Exception):
     """The results of a run need gradients, which a forward recording alone cannot give."""
 
 
@@ -76,7 +76,7 @@ class Setting:
         if not self.static_outputs:
             return self.backend.cloner
         pool = self.pool
-        return lending(self.backend, lambda close: pool.retired.append(close))
+        return lending(self.backend, pool.retired.append)
 
 
 class Graph:
@@ -130,7 +130,7 @@ def record(
 
     Raises:
         CaptureError: the run cannot be a graph; Python state and random streams are as before.
-        NeedsGrad: the results need gradients.
+        NeedsGradError: the results need gradients.
     """
     return _Session(setting, call, specs, device, known).graph(generators)
 
@@ -220,7 +220,7 @@ class _Session:
     def _plan(self, graph: Graph, result: Any, hidden: list[Any]) -> Guard:
         assert self.after is not None
         if needs_grad((result, hidden), self.watch):
-            raise NeedsGrad
+            raise NeedsGradError
         written = {change.place.id for change in self.hidden}
         self.before.adopt(self.after, written)
         self._plan_outside(graph)
@@ -249,7 +249,11 @@ class _Session:
         found = tree.unpack(self.arguments)
         tokens = tree.unpack(self.call.values)
         assert tokens is not None
-        if found is None or found[1] != tokens[1] or any(a is not b for a, b in zip(found[0], statics, strict=True)):
+        if (
+            found is None
+            or found[1] != tokens[1]
+            or any(a is not b for a, b in zip(found[0], statics, strict=True))
+        ):
             raise CaptureError(
                 f"`{self.setting.name}` changes a container among its arguments",
                 why=_ONCE,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ._layout import family_key, is_dense, span, view_of
+from ._layout import family_key, first_byte, is_dense, span, view_of
 from .backends.base import Backend
 
 __all__ = ["ResultPlan", "lending"]
@@ -40,9 +40,7 @@ class ResultPlan:
     - else memory of the recording: one copy per storage, viewed with eager's strides.
     """
 
-    def __init__(
-        self, results: Sources, statics: Sources, outside: Sequence[Tensor], cloner: Cloner
-    ) -> None:
+    def __init__(self, results: Sources, statics: Sources, outside: Sequence[Tensor], cloner: Cloner) -> None:
         self.results = results
         self._statics = _by_storage(statics)
         self._outside = _by_storage(outside)
@@ -57,7 +55,9 @@ class ResultPlan:
         if plain and [m.position for m in makers] == list(range(len(makers))):  # type: ignore[attr-defined]
             return lambda sources: clone()
         first = [next(j for j, r in enumerate(self.results) if r is result) for result in self.results]
-        graded = [r.requires_grad and isinstance(m, _Copied) for r, m in zip(self.results, makers, strict=True)]
+        graded = [
+            r.requires_grad and isinstance(m, _Copied) for r, m in zip(self.results, makers, strict=True)
+        ]
 
         def make(sources: Sources) -> Sequence[Tensor]:
             fresh = clone()
@@ -83,15 +83,17 @@ class ResultPlan:
             if result is static:
                 return lambda sources, fresh: sources[i]
         i, static = held[0]
-        shift = _first_byte(result) - _first_byte(static)
+        shift = first_byte(result) - first_byte(static)
         size, stride = result.shape, result.stride()
-        return lambda sources, fresh: view_of(sources[i], result, _first_byte(sources[i]) + shift, size, stride)
+        return lambda sources, fresh: view_of(
+            sources[i], result, first_byte(sources[i]) + shift, size, stride
+        )
 
     def _from_outside(self, result: Tensor, held: list[tuple[int, Tensor]]) -> Maker:
         for _, tensor in held:
             if result is tensor:
                 return lambda sources, fresh: result
-        base, byte, size, stride = held[0][1], _first_byte(result), result.shape, result.stride()
+        base, byte, size, stride = held[0][1], first_byte(result), result.shape, result.stride()
         return lambda sources, fresh: view_of(base, result, byte, size, stride)
 
     def _from_copy(self, result: Tensor, key: int) -> Maker:
@@ -100,7 +102,7 @@ class ResultPlan:
         position, low = self._wholes[key]
         if self.copied[position] is result:
             return _Copied(position)
-        byte, size, stride = _first_byte(result) - low, result.shape, result.stride()
+        byte, size, stride = first_byte(result) - low, result.shape, result.stride()
         return lambda sources, fresh: view_of(fresh[position], result, byte, size, stride)
 
     def _add_whole(self, family: list[Tensor]) -> tuple[int, int]:
@@ -144,7 +146,3 @@ def _by_storage(tensors: Sources) -> dict[int, list[tuple[int, Tensor]]]:
     for i, tensor in enumerate(tensors):
         found.setdefault(family_key(tensor), []).append((i, tensor))
     return found
-
-
-def _first_byte(tensor: Tensor) -> int:
-    return tensor.storage_offset() * tensor.element_size()

@@ -15,6 +15,7 @@ from ._ambient import (
     function_modes,
     inactive as inactive,
 )
+from ._constants import shown
 from ._specs import (
     TensorSpec as TensorSpec,
     matcher_of as matcher_of,
@@ -168,17 +169,11 @@ def _constants(new: Signature, old: Signature) -> str | None:
         zip(new.tree.const_paths, new.tokens, old.tokens, strict=True)
     ):
         if here != there:
+            cls = new.tree.const_types[index]
             if index in new.tree.opaque:
-                return f"`{path}`: another {new.tree.const_types[index].__name__} object"
-            return f"`{path}`: {_shown(here)} instead of {_shown(there)}"
+                return f"`{path}`: another {cls.__name__} object"
+            return f"`{path}`: {shown(here, cls)} instead of {shown(there, cls)}"
     return None
-
-
-def _shown(token: Hashable) -> str:
-    """A token of a value beyond numbers and strings is its type with what the type leaves open."""
-    if isinstance(token, tuple) and len(token) == 2 and isinstance(token[0], type):
-        return f"{token[0].__name__} {token[1]!r}"
-    return repr(token)
 
 
 def _tensors(new: Signature, old: Signature) -> str | None:

@@ -104,20 +104,33 @@ _attributes = without_modes(_read_attributes)
 
 
 def matcher_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A test for other tensors of the same specs, five times as fast as reading and comparing these.
+    """A test for other tensors of the same specs, several times as fast as reading and comparing these.
 
-    `matcher_of([x, y])(a, b)` is True only where `specs_of(2)` would answer the same for both pairs under the same
-    switches; it may be False where it would too (one tensor given twice).
+    `matcher_of([x, y])(a, b)` is True only where `specs_of(2)` would answer the same for both pairs; it may be False
+    where it would too, as for one tensor given twice. Ask it only under the switches under which it was made.
     """
     guards = _tensor_guards()
-    # Inside inference mode torch's own test cannot tell inference tensors from others.
-    if guards is None or torch.is_inference_mode_enabled():
+    if guards is None:
         return _slow_matcher(tensors)
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
     check: Callable[..., bool] = guards(
         *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     ).check
-    return check
+    return check if torch.is_grad_enabled() else _with_flags(check, tensors)
+
+
+def _with_flags(check: Callable[..., bool], tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Without grad mode torch's test cannot see `requires_grad`, and in inference mode no inference tensors."""
+    graded, inference = [t.requires_grad for t in tensors], [t.is_inference() for t in tensors]
+
+    def match(*others: Tensor) -> bool:
+        return (
+            check(*others)
+            and [t.requires_grad for t in others] == graded
+            and [t.is_inference() for t in others] == inference
+        )
+
+    return match
 
 
 def _tensor_guards() -> Any:

@@ -31,7 +31,7 @@ class Node(NamedTuple):
 class Box(NamedTuple):
     """A container: items in order, then instance attributes in order, then slots."""
 
-    base: type  # the builtin class that holds the items
+    base: Any  # the builtin class that holds the items
     keys: tuple[Any, ...] | None  # of mappings
     items: tuple[Node, ...]
     names: tuple[str, ...] | None  # of attributes; None when instances have no __dict__
@@ -164,13 +164,13 @@ class _Unpacker(_Emitter):
         if base is types.MethodType:
             return self._spread(f"{name}.__func__, {name}.__self__", 2)
         exact = cls in EXACT
-        size = f"len({name})" if exact else f"{self.const(base.__len__)}({name})"  # type: ignore[attr-defined]
+        size = f"len({name})" if exact else f"{self.const(base.__len__)}({name})"
         self._tests.append(f"{size} != {count}")
-        each = name if exact else f"{self.const(base.__iter__)}({name})"  # type: ignore[attr-defined]
+        each = name if exact else f"{self.const(base.__iter__)}({name})"
         if box.keys is None:
             return self._spread(each, count)
         self._keys(box.keys, each)
-        return self._spread(f"{name}.values()" if exact else f"{self.const(base.values)}({name})", count)  # type: ignore[attr-defined]
+        return self._spread(f"{name}.values()" if exact else f"{self.const(base.values)}({name})", count)
 
     def _keys(self, keys: tuple[Any, ...], source: str) -> None:
         """Keys are nearly always the same interned strings; only others are compared by token."""
@@ -227,16 +227,15 @@ class _Rebuilder(_Emitter):
     def compiled(self, nodes: tuple[Node, ...]) -> Any:
         roots = [self._value(node, ()) for node in nodes]
         self.line(f"return {_tuple_code(roots)}")
-        head = [f"{', '.join(names)}, = {source}" for names, source in self._sources() if names]
-        self.lines[:0] = ["    " + text for text in head]
+        for names, source in ((self._consts, "consts"), (self._tensors, "tensors")):
+            if names:
+                self.lines.insert(0, f"    {', '.join(names)}, = {source}")
         return self.function("rebuild(tensors, consts)")
-
-    def _sources(self) -> list[tuple[list[str], str]]:
-        return [(self._tensors, "tensors"), (self._consts, "consts")]
 
     def _value(self, node: Node, items: Sequence[str]) -> str:
         if node.kind == "mirror":
-            return items[node.value]
+            place: int = node.value
+            return items[place]
         if node.box is not None:
             return self._make(node.cls, node.box)
         local = self.local()
@@ -248,7 +247,7 @@ class _Rebuilder(_Emitter):
         made = self.local()
         self.line(f"{made} = {self._display(cls, box, items)}")
         if box.keys is not None and cls is not dict:
-            put = self.const(box.base.__setitem__)  # type: ignore[attr-defined]
+            put = self.const(box.base.__setitem__)
             for key, item in zip(box.keys, items, strict=True):
                 self.line(f"{put}({made}, {self.const(key)}, {item})")
         if box.names:
@@ -259,11 +258,8 @@ class _Rebuilder(_Emitter):
         return made
 
     def _dict(self, keys: Sequence[Any], values: Sequence[str]) -> str:
-        return (
-            "{"
-            + ", ".join(f"{self.const(key)}: {value}" for key, value in zip(keys, values, strict=True))
-            + "}"
-        )
+        entries = [f"{self.const(key)}: {value}" for key, value in zip(keys, values, strict=True)]
+        return f"{{{', '.join(entries)}}}"
 
     def _display(self, cls: type, box: Box, items: list[str]) -> str:
         """The expression that makes the container, with its items unless it is an unusual mapping."""
@@ -278,10 +274,10 @@ class _Rebuilder(_Emitter):
             return f"{self.const(cls)}({', '.join(items)})"
         if box.base is cls and is_structseq(cls):
             return f"{self.const(cls)}({_tuple_code(items)})"
-        new = f"{self.const(box.base.__new__)}({self.const(cls)}"
         if box.base is list:
             return f"{self.const(_list_of)}({self.const(cls)}, {_tuple_code(items)})"
-        return f"{new}, {_tuple_code(items)})" if box.base is tuple else f"{new})"
+        given = f", {_tuple_code(items)}" if box.base is tuple else ""
+        return f"{self.const(box.base.__new__)}({self.const(cls)}{given})"
 
 
 def _list_of(cls: type[list[Any]], items: tuple[Any, ...]) -> list[Any]:

@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from ._code import Executed, user_line
 from ._illegal import Offence, offence, tensors_in
+from ._layout import family_key
 from ._undo import UndoLog, writes_of
 from .errors import CaptureError
 
-__all__ = ["Watch", "storage_key", "watching"]
+__all__ = ["Watch", "watching"]
 
 T = TypeVar("T")
 
@@ -23,12 +24,7 @@ aten = torch.ops.aten
 _BORN = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 
 
-def storage_key(tensor: Tensor) -> int:
-    """The identity of the memory that a tensor views."""
-    return tensor.untyped_storage()._cdata
-
-
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator of a run on this thread.
 
     An infra mode: a plain one would switch `torch.compile` off inside the run, for good. Compiled regions
@@ -46,9 +42,9 @@ class Watch(TorchDispatchMode):
         strict: bool = False,
         undo: UndoLog | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self.given = {storage_key(t) for t in given}
+        self.given = {family_key(t) for t in given}
         self.strict = strict
         self.undo = undo
         self.executed = Executed()
@@ -110,13 +106,13 @@ class Watch(TorchDispatchMode):
             if isinstance(value, torch.Generator):
                 self.generators[id(value)] = value
         for tensor in inputs:
-            key = storage_key(tensor)
+            key = family_key(tensor)
             if func in _BORN:
                 self.born.add(key)
             elif key not in self.born and key not in self.given:
                 self.outside.setdefault(key, tensor)
         for tensor in writes_of(func, args, kwargs):
-            self.written.add(storage_key(tensor))
+            self.written.add(family_key(tensor))
             if self.undo is not None:
                 self.undo.before_write(tensor)
 
@@ -124,7 +120,7 @@ class Watch(TorchDispatchMode):
         for tensor in tensors_in(result):
             if tensor.device.type == self.device.type:
                 self.device_work = True
-            key = storage_key(tensor)
+            key = family_key(tensor)
             if key not in self.outside and key not in self.given:
                 self.born.add(key)
 

@@ -64,18 +64,19 @@ class Runner:
             table = self._table
             found = table.unpack(values)
             if found is None:
-                table = self._table_for(values)
-                if table is None:
+                fitting = self._table_for(values)
+                if fitting is None:
                     return self._plain("input", args, kwargs)
-                found = table.unpack(values)
-            tensors, tokens = found  # type: ignore[misc]
+                table, found = fitting, fitting.unpack(values)
+                assert found is not None
+            tensors, tokens = found
             key = (self._ambient(), tokens, table.specs(tensors), overlap(tensors))
             entry = self._last
             if (
                 entry.table is not table
                 or entry.key != key
                 or not entry.holds()
-                or (entry.extra is not None and not entry.extra(tensors))
+                or (entry.admits is not None and not entry.admits(tensors))
             ):
                 entry = self._find(table, key, tensors, values)
             graph = entry.graph
@@ -186,7 +187,7 @@ class Runner:
 
 
 def _ambient_of(backend: Backend) -> Callable[[], Any]:
-    """torch's switches for the backend's device; for one without a device, those of every device."""
+    """Torch's switches for the backend's device; for one without a device, those of every device."""
     if backend.device_type:
         return ambient_reader(backend.device_type)
     accelerator = torch.accelerator.current_accelerator()
@@ -197,7 +198,9 @@ def _ambient_of(backend: Backend) -> Callable[[], Any]:
 def _not_captured(name: str, entry: Entry) -> Exception:
     refusal = entry.refusal
     assert refusal is not None
-    return refusal.error or GraphifyError(f"`{name}` was not captured ({refusal.reason}): {refusal.advice or 'see stats()'}")
+    return refusal.error or GraphifyError(
+        f"`{name}` was not captured ({refusal.reason}): {refusal.advice or 'see stats()'}"
+    )
 
 
 class _Nowhere(Table):

@@ -1,14 +1,14 @@
 """Everything graphify raises or warns with.
 
-    RuntimeError
-    └── GraphifyError
-        ├── CaptureError         a call that cannot become a graph: where, why, what to write
-        ├── InputError           an argument that cannot be staged (also a ValueError)
-        ├── StaleOutputError     a static output used after a later replay overwrote it
-        ├── PaddingError         a function whose live rows depend on the padding
-        └── VerificationError    a replay that differed from eager
-    UserWarning
-    └── GraphifyWarning          a fallback or a habit that costs speed, said once
+RuntimeError
+└── GraphifyError
+    ├── CaptureError         a call that cannot become a graph: where, why, what to write
+    ├── InputError           an argument that cannot be staged (also a ValueError)
+    ├── StaleOutputError     a static output used after a later replay overwrote it
+    ├── PaddingError         a function whose live rows depend on the padding
+    └── VerificationError    a replay that differed from eager
+UserWarning
+└── GraphifyWarning          a fallback or a habit that costs speed, said once
 """
 
 from __future__ import annotations

@@ -48,14 +48,14 @@ def report(name: str, stats: Stats, graphs: Sequence[GraphRecord]) -> str:
 
     Memory is in MiB (2**20 bytes), capture time in us.
     """
-    counts = ", ".join(f"{getattr(stats, each)} {each}" for each in _OUTCOMES if getattr(stats, each))
-    lines = [f"{name}: {_many(stats.calls, 'call')}" + (f" = {counts}" if counts else "")]
+    counts = [_many(getattr(stats, f"{noun}s"), noun) for noun in ("warmup", "capture", "replay", "error")]
+    counts.insert(3, f"{stats.eager} eager")
+    made = ", ".join(count for count in counts if not count.startswith("0 "))
+    lines = [f"{name}: {_many(stats.calls, 'call')}" + (f" = {made}" if made else "")]
     lines.append(f"  {_many(stats.recordings, 'recording')}, {_many(stats.evictions, 'eviction')}")
-    lines += [f"  eager, {count}x: {reason}" for reason, count in stats.reasons.most_common()]
+    for reason, count in stats.reasons.most_common():
+        lines.append(f"  eager, {count}x: " + reason.replace("\n", "\n    "))
     return "\n".join(lines + _table(graphs))
-
-
-_OUTCOMES = ("warmups", "captures", "replays", "eager", "errors")
 
 
 def _many(count: int, noun: str) -> str:

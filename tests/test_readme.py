@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 import graphify
+import graphify.testing  # before `graphify()` is replaced below, so that it keeps the real one
 from graphify._wrapper import Options
 from graphify.errors import CaptureError
 
@@ -69,7 +71,8 @@ def test_the_readme_runs_on_the_tape(
     assert names["write"].stats().replays == 3
     assert names["clamp_on_device"].stats().replays == 1
     assert isinstance(names["result"], names["Scores"])
-    assert len(taped) == 7
+    assert names["step"].stats().replays == 1
+    assert len(taped) == 8
     line = next(n for n, text in enumerate(README.read_text().splitlines(), 1) if "if x.max() > 1:" in text)
     assert f"README.md:{line}" in capsys.readouterr().out
 
@@ -134,8 +137,13 @@ def test_public_names_are_explained() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_check_themselves(example: Path) -> None:
     """Each example runs, on whatever device there is, and says what it found equal."""
+    kept = {name: value for name, value in os.environ.items() if name != "GRAPHIFY_DISABLE"}
     done = subprocess.run(
-        [sys.executable, str(example)], capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, str(example)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=kept | {"PYTHONPATH": str(ROOT)},
     )
 
     assert done.returncode == 0, done.stdout + done.stderr

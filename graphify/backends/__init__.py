@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
+from functools import cache
 
 from .base import Backend
 
-__all__ = ["NAMES", "backend_for", "named"]
-
-NAMES = ("auto", "cuda", "tape", "eager")
+__all__ = ["backend_for", "named"]
 
 
-@lru_cache(maxsize=None)
+@cache
 def named(name: str) -> Backend:
     """The backend of this name."""
     if name == "cuda":

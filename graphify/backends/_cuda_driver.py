@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -12,7 +12,7 @@ __all__ = ["count_nodes", "private_stream"]
 _NON_BLOCKING = 1
 
 
-@lru_cache(maxsize=None)
+@cache
 def _driver() -> ctypes.CDLL | None:
     for name in ("libcuda.so.1", "libcuda.so", "nvcuda.dll"):
         try:
@@ -32,8 +32,8 @@ def private_stream(device: torch.device) -> torch.cuda.Stream:
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes the device's context current on this thread
         if driver is not None and driver.cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING) == 0:
-            return torch.cuda.ExternalStream(handle.value or 0, device=device)
-        return torch.cuda.Stream(device)
+            return torch.cuda.ExternalStream(handle.value or 0, device=device)  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def count_nodes(graph: torch.cuda.CUDAGraph) -> int | None:

@@ -118,7 +118,8 @@ class Recorder(TorchDispatchMode):
             if leaf.layout is not torch.strided:
                 raise _no_memory(call.func, leaf)
             key = _key(leaf)
-            if key not in given and key not in self.pins:
+            # Autograd's zero tensors have a storage without memory: they are zero for ever.
+            if key not in given and key not in self.pins and not leaf._is_zerotensor():
                 made.append(Output(position, Slot(self._own(leaf))))
         return made
 

@@ -105,7 +105,9 @@ class CudaBackend:
         devices = {t.device for t in tensors if t.is_cuda}
         if len(devices) > 1:
             names = " and ".join(sorted(map(str, devices)))
-            raise InputError(f"tensors on {names} in one call: one graph lives on one device; move them first")
+            raise InputError(
+                f"tensors on {names} in one call: one graph lives on one device; move them first"
+            )
         if devices:
             return devices.pop()
         return None if tensors else torch.device("cuda", torch.cuda.current_device())
@@ -193,7 +195,9 @@ class CudaBackend:
     def lend(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """An alias with a storage of its own, which raises once closed."""
         storage = tensor.untyped_storage()
-        own = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+        own = torch._C._construct_storage_from_data_pointer(
+            storage.data_ptr(), tensor.device, storage.nbytes()
+        )
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         alias.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
         return alias, lambda: torch._C._set_storage_data_ptr_access_error_msg(own._cdata, _STALE)
@@ -292,11 +296,9 @@ def _own_workspaces() -> Iterator[None]:
 
 
 def _reserved(pool: CudaPool) -> int:
-    try:
-        segments = torch.cuda.memory_snapshot(pool.handle, include_traces=False)
-    except TypeError:
-        segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool.handle)]
-    return sum(int(s["total_size"]) for s in segments)
+    """Bytes of device memory that a pool holds."""
+    segments = torch.cuda.memory_snapshot(pool.handle, include_traces=False)  # type: ignore[no-untyped-call]
+    return sum(int(segment["total_size"]) for segment in segments)
 
 
 _raw_stream: Callable[[int], int] = getattr(

@@ -1,0 +1,68 @@
+"""What the tests of the cases share: eager as the oracle, and data that differ from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphify import handle
+from graphify.stats import Stats
+from graphify.testing import Call, assert_matches_eager
+from graphify.testing._compare import Comparison
+
+
+def rows(*shape: int, count: int = 5, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Different data for each of `count` calls."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return [torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else None).to(dtype) for _ in range(count)]
+    return [torch.randint(0, 2 if dtype is torch.bool else 100, shape).to(dtype) for _ in range(count)]
+
+
+def equal(eager: Any, graphed: Any) -> None:
+    """Fail unless a user could not tell the two apart, bit for bit."""
+    both = Comparison()
+    both.walk("output", eager, graphed)
+    both.compare_aliasing()
+    found = both.take()
+    assert not found, "\n".join(found)
+
+
+def follows_eager(
+    calls: Iterable[Call | tuple[Any, ...]],
+    backend: str,
+    device: torch.device,
+    *,
+    target: Callable[..., Any] | None = None,
+    make: Callable[[], Callable[..., Any]] | None = None,
+    replays: int | None = None,
+    grad: bool = False,
+    **options: Any,
+) -> Stats:
+    """`assert_matches_eager` under no_grad; by default all but the first two calls must have been replays."""
+    sequence = list(calls)
+    with torch.set_grad_enabled(grad):
+        stats = assert_matches_eager(
+            target, sequence, make=make, backend=backend, device=device, **options
+        )
+    assert stats.replays == (len(sequence) - 2 if replays is None else replays), stats
+    return stats
+
+
+def counts(graphed: Any) -> tuple[int, int, int, int, int]:
+    """Warm-ups, captures, replays, eager calls, errors."""
+    s = handle(graphed).stats()
+    assert s.calls == s.warmups + s.captures + s.replays + s.eager + s.errors
+    assert s.eager == s.reasons.total()
+    return s.warmups, s.captures, s.replays, s.eager, s.errors
+
+
+@contextmanager
+def remembered(*tensors: torch.Tensor) -> Iterator[None]:
+    """Fail when the body changes one of these tensors."""
+    before = [t.clone() for t in tensors]
+    yield
+    for tensor, was in zip(tensors, before, strict=True):
+        equal(was, tensor)

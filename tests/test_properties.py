@@ -1,0 +1,178 @@
+"""Random programs over random sequences of calls: graphed equals eager in all that a caller can see, or says so."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from strategies import Pair, Program, Record, call_sequences, programs, pytrees, tensors
+
+from graphify import GraphifyError, GraphifyWarning
+from graphify.testing import Call, assert_matches_eager
+
+
+class Case(NamedTuple):
+    program: Program
+    calls: list[Call]
+    options: dict[str, Any]
+
+
+@st.composite
+def options(draw: st.DrawFn) -> dict[str, Any]:
+    """Mostly none; else any mix of those that must not change what a caller sees."""
+    if draw(st.sampled_from([True, True, False])):
+        return {}
+    choices = {
+        "outputs": ["fresh", "static"],
+        "fallback": ["raise", "eager"],
+        "warmup": [1, 2],
+        "max_graphs": [64, 1, 2, None],
+    }
+    return {name: draw(st.sampled_from(values)) for name, values in choices.items()}
+
+
+@st.composite
+def cases(draw: st.DrawFn, device: str) -> Case:
+    program = draw(programs())
+    return Case(program, draw(call_sequences(program, min_calls=4, max_calls=7, device=device)), draw(options()))
+
+
+class Tally:
+    """Counts what became of the calls, for a property that never sees a replay cannot fail."""
+
+    def __init__(self) -> None:
+        self.runs = self.replayed = 0
+        self.calls: Counter[str] = Counter()
+        self.loud: Counter[str] = Counter()
+
+    def refuse(self, error: GraphifyError) -> bool:
+        self.loud[str(error).splitlines()[0]] += 1
+        return True
+
+    def add(self, stats: Any) -> None:
+        self.runs += 1
+        self.replayed += stats.replays > 0
+        for name in ("warmups", "captures", "replays", "eager", "errors"):
+            self.calls[name] += getattr(stats, name)
+
+    def __str__(self) -> str:
+        return f"{self.replayed} of {self.runs} runs replayed; {dict(self.calls)}; loud: {self.loud.most_common(8)}"
+
+
+def check(case: Case, tally: Tally, backend: str, device: torch.device) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraphifyWarning)
+        stats = assert_matches_eager(
+            make=lambda: case.program.make(device),
+            calls=case.calls,
+            backend=backend,
+            device=device,
+            loud_ok=tally.refuse,
+            **case.options,
+        )
+    tally.add(stats)
+
+
+def test_random_programs_equal_eager_or_refuse_loudly(backend: str, device: torch.device) -> None:
+    """Outputs, arguments, state, aliasing, random streams and earlier results: as eager leaves them, or an error."""
+    tally = Tally()
+
+    @given(cases(device.type))
+    def run(case: Case) -> None:
+        check(case, tally, backend, device)
+
+    run()
+
+    print(tally)
+    assert tally.replayed >= 0.6 * tally.runs, str(tally)
+    assert sum(tally.loud.values()) <= 0.1 * sum(tally.calls.values()), str(tally)
+
+
+def doubled(tree: Any) -> Any:
+    """The same containers around twice the numbers."""
+    if isinstance(tree, torch.Tensor):
+        return tree * 2
+    if isinstance(tree, Record):
+        return Record(doubled(tree.value), doubled(tree.note))
+    if isinstance(tree, Pair):
+        return Pair(doubled(tree.left), doubled(tree.right))
+    if isinstance(tree, dict):
+        return {key: doubled(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(doubled(item) for item in tree)
+    return tree
+
+
+def renewed(tree: Any, step: int) -> Any:
+    """The same tree with other values in tensors of the same layouts."""
+    if isinstance(tree, torch.Tensor):
+        fresh = torch.empty(0, dtype=tree.dtype).set_(
+            tree.untyped_storage().clone(), tree.storage_offset(), tree.shape, tree.stride()
+        )
+        fresh = fresh.conj() if tree.is_conj() else fresh
+        fresh = torch._neg_view(fresh) if tree.is_neg() else fresh
+        flat = torch.empty(0, dtype=tree.dtype).set_(fresh.untyped_storage()) if tree.numel() else fresh
+        flat.logical_not_() if tree.dtype == torch.bool and step % 2 else flat.add_(step)
+        return fresh
+    if isinstance(tree, Record):
+        return Record(renewed(tree.value, step), renewed(tree.note, step))
+    if isinstance(tree, Pair):
+        return Pair(renewed(tree.left, step), renewed(tree.right, step))
+    if isinstance(tree, dict):
+        return {key: renewed(value, step) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(renewed(item, step) for item in tree)
+    return tree
+
+
+def some(share: float) -> settings:
+    """A part of the profile's number of examples."""
+    return settings(max_examples=max(20, int(share * settings.default.max_examples)))
+
+
+def test_any_argument_tree_comes_back_as_from_eager(backend: str, device: torch.device) -> None:
+    """Containers, constants and tensors of any layout go in and come out with types, strides and values of eager."""
+    tally = Tally()
+
+    @some(0.3)
+    @given(pytrees(tensors()))
+    def run(tree: Any) -> None:
+        calls = [(renewed(tree, step),) for step in range(4)]
+        tally.add(assert_matches_eager(doubled, calls, backend=backend, device=device, loud_ok=tally.refuse))
+
+    run()
+
+    assert tally.replayed >= 0.5 * tally.runs, str(tally)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_arguments_that_share_memory_behave_as_in_eager(backend: str, device: torch.device, writes: bool) -> None:
+    """The same tensor twice, overlapping and disjoint views of one: reads and writes through one are seen by all."""
+    tally = Tally()
+
+    def combine(*views: torch.Tensor) -> Any:
+        if writes:
+            views[0].mul_(0.5)
+        total = views[0].clone()
+        for view in views[1:]:
+            total = total + view
+        return total, views[-1], views[0][1:]
+
+    windows = st.lists(st.integers(0, 4), min_size=2, max_size=4)
+
+    @some(0.2)
+    @given(windows, st.sampled_from([1, 2]))
+    def run(starts: list[int], step: int) -> None:
+        calls = []
+        for _ in range(4):
+            base = torch.randn(16)
+            calls.append(tuple(base[start : start + 6 * step : step] for start in starts))
+        tally.add(assert_matches_eager(combine, calls, backend=backend, device=device, loud_ok=tally.refuse))
+
+    run()
+
+    assert tally.replayed >= 0.5 * tally.runs, str(tally)
