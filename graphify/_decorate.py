@@ -9,7 +9,6 @@ from types import MethodType
 from typing import (
     TYPE_CHECKING,
     Any,
-    Concatenate,
     Literal,
     NoReturn,
     ParamSpec,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ._layout import family_key, first_byte, overlaps_itself, span, view_of
 from ._signature import TensorSpec
-from .backends.base import Backend
+from .backends.base import Copy
 
 __all__ = ["StaticInputs"]
 
@@ -26,27 +26,24 @@ class Range(NamedTuple):
 
 
 class StaticInputs:
-    """One static tensor per leaf, always our own memory, and the plan that fills them all.
+    """One static tensor per leaf, always our own memory, and what fills them: `copies` and a `filler`.
 
     Strides, sharing among leaves, conjugate bits and flags are the caller's. Leaves that share memory keep
     sharing it; these and expanded ones are filled by one copy of the range of memory they cover.
     """
 
-    def __init__(self, leaves: Sources, specs: Sequence[TensorSpec], backend: Backend) -> None:
+    def __init__(self, leaves: Sources, specs: Sequence[TensorSpec]) -> None:
         self.tensors: list[Tensor] = list(leaves)
+        self.copies: list[Copy] = []
         self._ranges: list[Range] = []
-        direct: list[tuple[Tensor, int]] = []
         inference = any(spec.inference for spec in specs)
         with torch.inference_mode(inference), torch.no_grad():
             for family in _families(leaves):
                 if len(family) == 1 and not overlaps_itself(leaves[family[0]]):
-                    direct.append((self._allocate(leaves[family[0]], family[0]), family[0]))
+                    self.copies.append((self._allocate(leaves[family[0]], family[0]), family[0]))
                 else:
                     self._allocate_range(leaves, family)
         self._set_flags(specs)
-        self._copy = backend.copier(direct) if direct else None
-        self._inference = inference
-        self._graded = torch.is_grad_enabled() and any(spec.requires_grad for spec in specs)
 
     def _allocate(self, leaf: Tensor, index: int) -> Tensor:
         static = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
@@ -75,33 +72,20 @@ class StaticInputs:
                     made[id(static)].requires_grad_()
             self.tensors[i] = made[id(static)]
 
-    def filler(self) -> Callable[[Sources], None]:
-        """The plan that fills the static tensors from those of a call."""
-        copy = self._copy
-        if copy is None and not self._ranges:
-            return _nothing
-        if copy is not None and not (self._ranges or self._inference or self._graded):
-            return copy
-        return self._fill_inference if self._inference else self._fill_plain
+    def filler(self) -> Callable[[Sources], None] | None:
+        """What fills the ranges of memory that `copies` leaves out; None when there are none."""
+        ranges, inference = self._ranges, any(flat.is_inference() for flat, _, _ in self._ranges)
+        if not ranges:
+            return None
 
-    def _fill_inference(self, sources: Sources) -> None:
-        with torch.inference_mode():
-            self._fill(sources)
+        def fill(sources: Sources) -> None:
+            with torch.inference_mode() if inference else torch.no_grad():
+                for flat, leaf, before in ranges:
+                    flat.copy_(
+                        view_of(sources[leaf], flat, first_byte(sources[leaf]) - before, flat.shape, (1,))
+                    )
 
-    def _fill_plain(self, sources: Sources) -> None:
-        with torch.no_grad():
-            self._fill(sources)
-
-    def _fill(self, sources: Sources) -> None:
-        if self._copy is not None:
-            self._copy(sources)
-        for flat, index, before in self._ranges:
-            source = sources[index]
-            flat.copy_(view_of(source, flat, first_byte(source) - before, flat.shape, (1,)))
-
-
-def _nothing(sources: Sources) -> None:
-    """A call without tensors has nothing to copy."""
+        return fill
 
 
 def _families(leaves: Sources) -> list[list[int]]:

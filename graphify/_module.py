@@ -101,7 +101,7 @@ class Compiled:
         return module.forward(*args, **kwargs)
 
 
-class _Forward(property):
+class _Forward:
     """`forward` of a twin: its runner; on the class, the plain function that the class has."""
 
     # A data descriptor, or a `forward` patched into the shared `__dict__` would hide the graphs. The check
@@ -113,31 +113,24 @@ class _Forward(property):
         original = held.module
         if original.forward == held.forward and original._compiled_call_impl is held.compiled:
             return held.runner
+        if torch.compiler.is_dynamo_compiling():  # it compares bound methods by identity; it is to inline
+            return original.forward
         return held.current()
 
+    def __set__(self, module: GraphedModule, value: Any, /) -> None:
+        """Patch the module itself; giving back what `forward` was takes the patch away."""
+        original, value = module._graphify.module, plain(value)
+        vars(original)["forward"] = value
+        if value == _unpatched(original):
+            del original.forward
 
-def _traced_forward(module: GraphedModule) -> Any:
-    """What torch.compile sees in place of `_Forward.__get__`: the plain forward, to be inlined."""
-    held = module._graphify
-    return held.module.forward if torch.compiler.is_dynamo_compiling() else held.current()
-
-
-def _set_forward(module: GraphedModule, value: Any) -> None:
-    """Patch the module itself; giving back what `forward` was takes the patch away."""
-    original, value = module._graphify.module, plain(value)
-    shared = vars(original)
-    shared["forward"] = value
-    if value == _unpatched(original):
-        del shared["forward"]
+    def __delete__(self, module: GraphedModule, /) -> None:
+        del module._graphify.module.forward
 
 
 def _unpatched(module: nn.Module) -> Any:
     function = inspect.getattr_static(type(module), "forward")
     return types.MethodType(function, module) if isinstance(function, types.FunctionType) else None
-
-
-def _delete_forward(module: GraphedModule) -> None:
-    del module._graphify.module.forward
 
 
 class GraphedModule(nn.Module):
@@ -158,10 +151,11 @@ class GraphedModule(nn.Module):
         >>> model.stats().calls
         1
 
+    `model.__class__` is the module's class, so that code which builds from it, or replaces it, reaches the
+    module; `type(model)` is the twin's.
+
     Warning:
         Inside `forward`, `self` is the module that was given: what it calls on itself runs eagerly.
-        Libraries that put a subclass in place of a module's class (parametrizations, `fully_shard`) refuse
-        a twin; apply them to the module, before or after `graphify`.
     """
 
     __slots__ = ("_graphify",)
@@ -180,14 +174,14 @@ class GraphedModule(nn.Module):
         def reset(self) -> None: ...
 
     else:
-        forward = _Forward(_traced_forward, _set_forward, _delete_forward)
+        forward = _Forward()
         # `module.compile()` stores a compiled call here, in the shared state; the twin's calls go by hooks and
         # graph all the same, and `Compiled` takes the compiled code into the graph.
         _compiled_call_impl = property(lambda self: None)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # type(model)(...), as `nn.Sequential` slices itself and data parallel replicas are made: a new
-        # module of the original class and its twin. `__init__`, if it runs, fills the state of both.
+        # type(model)(...), as data parallel replicas are made: a new module of the original class and its
+        # twin. `__init__`, if it runs, fills the state of both.
         if cls is GraphedModule:
             raise TypeError("a GraphedModule is made from a module: write graphify(module)")
         original = cls._graphify_original
@@ -274,15 +268,22 @@ def _blank() -> GraphedModule:
 
 def _fill(blank: GraphedModule, state: tuple[nn.Module, Options]) -> None:
     module, options = state
-    object.__setattr__(blank, "__class__", _class_for(type(module)))
+    _own_class.__set__(blank, _class_for(type(module)))
     _attach(blank, module, options)
 
 
+_own_class: Any = vars(object)["__class__"]  # the twins' own `__class__` is a property that hides it
+
+
+def _class_of_module(made: GraphedModule) -> type[nn.Module]:
+    return type(made._graphify.module)
+
+
 def _become(made: GraphedModule, cls: type) -> None:
-    """Give module and twin another class, as lazy modules do to themselves once they know their shapes."""
+    """Give module and twin another class, as lazy modules and parametrizations do."""
     cls = getattr(cls, "_graphify_original", cls)
     made._graphify.module.__class__ = cls
-    object.__setattr__(made, "__class__", _class_for(cls))
+    _own_class.__set__(made, _class_for(cls))
 
 
 _classes: weakref.WeakKeyDictionary[type, weakref.ref[type[Any]]] = weakref.WeakKeyDictionary()
@@ -305,13 +306,14 @@ def _new_class(original: type) -> type[Any]:
         "__module__": original.__module__,
         "__qualname__": f"GraphedModule[{original.__qualname__}]",
         "__doc__": original.__doc__,
+        "__class__": property(_class_of_module),
         "_graphify_original": original,
     }
     if hasattr(original, "__del__"):
         namespace["__del__"] = _nothing_to_finalise
     if issubclass(original, torch.fx.GraphModule):
         namespace["recompile"] = _recompile
-    # The name stays the original's: configurations and logs store `type(model).__name__`.
+    # The name stays the original's: checkpoints and logs store `type(model).__name__`.
     try:
         return types.new_class(
             original.__name__, (GraphedModule, original), exec_body=lambda n: n.update(namespace)
@@ -338,6 +340,6 @@ def _refuse_subclass(cls: type) -> NoReturn:
     twins = next((base for base in cls.__mro__[1:] if issubclass(base, GraphedModule)), GraphedModule)
     raise TypeError(
         f"`{cls.__name__}` cannot be a subclass of `{twins.__qualname__}`, the class of graphed modules.\n"
-        "  write: to graph a class of your own, put @graphify above it;\n"
-        "         parametrizations and sharding: apply them to the module itself, `model.__wrapped__`"
+        "  write: to graph a class of your own, put @graphify above it; the class of a graphed module's own\n"
+        "         module is `model.__class__`"
     )

@@ -16,14 +16,14 @@ from ._inputs import StaticInputs
 from ._layout import family_key
 from ._places import MISSING, Change, Place, Survey
 from ._pool import GraphPool
-from ._results import Cloner, ResultPlan, lending
+from ._results import ResultPlan, lending
 from ._signature import TensorSpec
 from ._tree import Tree, tree_of
 from ._trial import HostRandomness
 from ._undo import UndoLog
 from ._watch import Watch, watching
-from .backends.base import Backend, Recording
-from .errors import CaptureError
+from .backends.base import STALE, Backend, Recording
+from .errors import CaptureError, StaleOutputError
 
 __all__ = ["Call", "Graph", "NeedsGradError", "Setting", "needs_grad", "record"]
 
@@ -71,13 +71,6 @@ class Setting:
         """Where a survey of what the target can read begins."""
         return [(self.name, self.target), *call.opaque()]
 
-    def cloner(self) -> Cloner:
-        """How results leave graph memory: as fresh copies, or lent until the pool's next replay."""
-        if not self.static_outputs:
-            return self.backend.cloner
-        pool = self.pool
-        return lending(self.backend, pool.retired.append)
-
 
 class Graph:
     """A recording with everything planned; calling it replays it for a new set of tensors."""
@@ -85,10 +78,11 @@ class Graph:
     def __init__(self, setting: Setting, recording: Recording, memory: Any) -> None:
         self.recording, self.memory, self.pool = recording, memory, setting.pool
         self.order = setting.backend.order
-        self.fill: Callable[[Sequence[Tensor]], None]
+        self.stage: Callable[[Sequence[Tensor]], None]
+        self.fill: Callable[[Sequence[Tensor]], None] | None = None
+        self.launch: Callable[[], Sequence[Tensor]]
         self.mutated: list[tuple[int, Tensor]] = []
-        self.make: Callable[[Sequence[Tensor]], Sequence[Tensor]]
-        self.finish: Callable[[Sequence[Tensor], tuple[Any, ...]], Any]
+        self.deliver: Deliver
         self.conflicts: frozenset[int] = frozenset()
         self.kept: list[Tensor] = []
         self.unguarded: tuple[str, ...] = ()
@@ -100,14 +94,29 @@ class Graph:
         pool = self.pool
         with pool.lock:
             self.order(self.memory)
-            self.fill(tensors)
+            try:
+                self.stage(tensors)
+                if self.fill is not None:
+                    self.fill(tensors)
+            except RuntimeError as error:
+                stale = stale_input(error)
+                if stale is None:
+                    raise
+                raise stale from None  # whose text holds the storage's own
             if pool.retired:
                 pool.retire()
-            self.recording.replay()
+            fresh = self.launch()
             for index, static in self.mutated:
                 tensors[index].copy_(static)
             self.replays += 1
-            return self.finish(self.make(tensors), values)
+            return self.deliver(tensors, fresh, values)
+
+
+def stale_input(error: RuntimeError) -> StaleOutputError | None:
+    """The error for an argument that is a static output closed by a later replay."""
+    if STALE not in str(error) or isinstance(error, StaleOutputError):
+        return None
+    return StaleOutputError(f"an argument is a static output that {STALE}")
 
 
 def needs_grad(result: Any, watch: Watch) -> bool:
@@ -144,7 +153,7 @@ class _Session:
         self.setting, self.call, self.device, self.known = setting, call, device, known
         self.before = Survey(setting.roots(call), known)
         self.host = HostRandomness(device)
-        self.inputs = StaticInputs(call.tensors, specs, setting.backend)
+        self.inputs = StaticInputs(call.tensors, specs)
         self.layouts = [_metadata(t) for t in self.inputs.tensors]
         self.undo = UndoLog()
         # Only a backend whose recording run is real needs the log: on a device a copy would be captured.
@@ -162,18 +171,25 @@ class _Session:
         streams = backend.rng_state(generators) if backend.runs_live else None
         recording: Recording | None = None
         try:
-            fill = self.inputs.filler()
-            fill(self.call.tensors)
+            self._fill()
             memory = pool.memory(backend, self.device)
             recording, (result, hidden) = self._capture(memory, generators)
             graph = Graph(self.setting, recording, memory)
-            graph.fill = fill
             guard = self._plan(graph, result, hidden)
         except BaseException:
             self._restore(recording, streams)
             raise
         graph.seconds = time.perf_counter() - started
         return graph, guard
+
+    def _fill(self) -> None:
+        """Give the static inputs this call's values: a run that is real, or a warm-up inside, reads them."""
+        with torch.no_grad(), torch.inference_mode(any(t.is_inference() for t, _ in self.inputs.copies)):
+            for static, index in self.inputs.copies:
+                static.copy_(self.call.tensors[index])
+        fill = self.inputs.filler()
+        if fill is not None:
+            fill(self.call.tensors)
 
     def _restore(self, recording: Recording | None, streams: Any) -> None:
         if recording is not None:
@@ -315,10 +331,22 @@ class _Session:
         found = tree.unpack(roots)
         assert found is not None
         outside = [t for _, t in self.before.tensors()]
-        plan = ResultPlan(found[0], self.inputs.tensors, outside, self.setting.cloner())
-        graph.make = plan.make
+        plan = ResultPlan(found[0], self.inputs.tensors, outside)
+        self._plan_launch(graph, plan)
         consts = self._result_consts(tree, tree.consts(roots), after)
-        graph.finish = _finisher(tree, consts, self.call.tree, [change.place for change in self.hidden])
+        places = [change.place for change in self.hidden]
+        if tree.tensor_paths == ("output",) and not consts and not places and plan.in_order():
+            graph.deliver = _deliver_one
+        else:
+            graph.deliver = _delivering(plan.maker(), tree, consts, self.call.tree, places)
+
+    def _plan_launch(self, graph: Graph, plan: ResultPlan) -> None:
+        setting, lent = self.setting, self.setting.static_outputs
+        copied = [] if lent else plan.copied
+        stage, launch = setting.backend.replayer(graph.recording, self.inputs.copies, copied)
+        if lent and plan.copied:
+            launch = lending(launch, plan.copied, setting.backend, setting.pool.retired)
+        graph.stage, graph.launch, graph.fill = stage, plan.moded(launch), self.inputs.filler()
 
     def _result_consts(self, tree: Tree, consts: tuple[object, ...], survey: Survey) -> list[object]:
         """Constants of the result; those that are the caller's own objects become positions."""
@@ -343,29 +371,38 @@ class _Argument(NamedTuple):
     position: int
 
 
-Finisher = Callable[[Sequence[Tensor], tuple[Any, ...]], Any]
+Deliver = Callable[[Sequence[Tensor], Sequence[Tensor], tuple[Any, ...]], Any]
 
 
-def _finisher(tree: Tree, consts: list[object], arguments: Tree, hidden: list[Place]) -> Finisher:
-    """How the tensors of a call become its result and its hidden outputs."""
-    if tree.tensor_paths == ("output",) and not consts and not hidden:
-        return lambda made, values: made[0]
+def _deliver_one(tensors: Sequence[Tensor], fresh: Sequence[Tensor], values: tuple[Any, ...]) -> Any:
+    """The commonest result: one tensor of its own."""
+    return fresh[0]
+
+
+def _delivering(
+    make: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]],
+    tree: Tree,
+    consts: list[object],
+    arguments: Tree,
+    hidden: list[Place],
+) -> Deliver:
+    """How the tensors of a call and the fresh copies become its result and its hidden outputs."""
     rebuild = tree.rebuild
     borrowed = [(i, c.position) for i, c in enumerate(consts) if isinstance(c, _Argument)]
 
-    def finish(made: Sequence[Tensor], values: tuple[Any, ...]) -> Any:
+    def deliver(tensors: Sequence[Tensor], fresh: Sequence[Tensor], values: tuple[Any, ...]) -> Any:
         leaves = consts
         if borrowed:
             theirs = arguments.consts(values)
             leaves = list(consts)
             for i, position in borrowed:
                 leaves[i] = theirs[position]
-        result, *written = rebuild(made, leaves)
+        result, *written = rebuild(make(tensors, fresh), leaves)
         for place, value in zip(hidden, written, strict=True):
             place.write(value)
         return result
 
-    return finish
+    return deliver
 
 
 def _metadata(tensor: Tensor) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,22 +15,21 @@ __all__ = ["ResultPlan", "lending"]
 
 Sources = Sequence[Tensor]
 Maker = Callable[[Sources, Sequence[Tensor]], Tensor]
-Cloner = Callable[[Sequence[Tensor]], Callable[[], Sequence[Tensor]]]
 
 
-def lending(backend: Backend, retire: Callable[[Callable[[], None]], None]) -> Cloner:
-    """A cloner that lends graph memory and hands the call that closes each loan to `retire`."""
+def lending(
+    launch: Callable[[], Any], results: Sources, backend: Backend, closers: list[Callable[[], None]]
+) -> Callable[[], Sequence[Tensor]]:
+    """A launch that lends graph memory, and adds what closes each loan to `closers`."""
+    lend = backend.lend
 
-    def cloner(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
-        def lend() -> Sequence[Tensor]:
-            loans = [backend.lend(t) for t in tensors]
-            for _, close in loans:
-                retire(close)
-            return [alias for alias, _ in loans]
+    def launch_and_lend() -> Sequence[Tensor]:
+        launch()
+        loans = [lend(t) for t in results]
+        closers.extend(close for _, close in loans)
+        return [alias for alias, _ in loans]
 
-        return lend
-
-    return cloner
+    return launch_and_lend
 
 
 class ResultPlan:
@@ -40,35 +40,53 @@ class ResultPlan:
     - else memory of the recording: one copy per storage, viewed with eager's strides.
     """
 
-    def __init__(self, results: Sources, statics: Sources, outside: Sequence[Tensor], cloner: Cloner) -> None:
+    def __init__(self, results: Sources, statics: Sources, outside: Sequence[Tensor]) -> None:
         self.results = results
         self._statics = _by_storage(statics)
         self._outside = _by_storage(outside)
         self.copied: list[Tensor] = []
         self._wholes: dict[int, tuple[int, int]] = {}
-        makers = [self._maker(result) for result in results]
-        self.make = self._plan(makers, cloner)
+        self._makers = [self._maker(result) for result in results]
 
-    def _plan(self, makers: list[Maker], cloner: Cloner) -> Callable[[Sources], Sequence[Tensor]]:
-        clone = _in_mode(cloner(self.copied), self.copied) if self.copied else tuple
-        plain = len(self.copied) == len(makers) and all(m is _Copied for m in map(type, makers))
-        if plain and [m.position for m in makers] == list(range(len(makers))):  # type: ignore[attr-defined]
-            return lambda sources: clone()
+    def in_order(self) -> bool:
+        """Whether the results are the copies, one by one, as they stand."""
+        return (
+            len(self.copied) == len(self._makers)
+            and not any(r.requires_grad for r in self.copied)
+            and all(
+                isinstance(maker, _Copied) and maker.position == i for i, maker in enumerate(self._makers)
+            )
+        )
+
+    def maker(self) -> Callable[[Sources, Sequence[Tensor]], Sequence[Tensor]]:
+        """What makes the results of a call from its tensors and the fresh copies."""
+        makers = self._makers
         first = [next(j for j, r in enumerate(self.results) if r is result) for result in self.results]
-        graded = [
+        grads = [
             r.requires_grad and isinstance(m, _Copied) for r, m in zip(self.results, makers, strict=True)
         ]
 
-        def make(sources: Sources) -> Sequence[Tensor]:
-            fresh = clone()
+        def make(sources: Sources, fresh: Sequence[Tensor]) -> Sequence[Tensor]:
             made: list[Tensor] = []
             for i, maker in enumerate(makers):
                 made.append(made[first[i]] if first[i] < i else maker(sources, fresh))
-                if graded[i]:
+                if grads[i]:
                     made[i].requires_grad_()
             return made
 
         return make
+
+    def moded(self, launch: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
+        """Make the copies in the inference mode in which the run made its results."""
+        inference = bool(self.copied) and self.copied[0].is_inference()
+        if not self.copied or inference == torch.is_inference_mode_enabled():
+            return launch
+
+        def switched() -> Sequence[Tensor]:
+            with torch.inference_mode(inference):
+                return launch()
+
+        return switched
 
     def _maker(self, result: Tensor) -> Maker:
         key = family_key(result)
@@ -126,19 +144,6 @@ class _Copied:
 
     def __call__(self, sources: Sources, fresh: Sequence[Tensor]) -> Tensor:
         return fresh[self.position]
-
-
-def _in_mode(clone: Callable[[], Sequence[Tensor]], copied: Sources) -> Callable[[], Sequence[Tensor]]:
-    """Make copies in the inference mode that the run made its results in."""
-    inference = copied[0].is_inference()
-    if inference == torch.is_inference_mode_enabled():
-        return clone
-
-    def switched() -> Sequence[Tensor]:
-        with torch.inference_mode(inference):
-            return clone()
-
-    return switched
 
 
 def _by_storage(tensors: Sources) -> dict[int, list[tuple[int, Tensor]]]:

@@ -120,7 +120,7 @@ class UndoLog:
 
     def before_write(self, tensor: Tensor) -> None:
         """Save what this tensor's storage holds, unless an earlier write already did."""
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_nested:
             self._save_opaque(tensor)
             return
         storage = tensor.untyped_storage()

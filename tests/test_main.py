@@ -21,6 +21,7 @@ from graphify.backends import cuda
 ROOT = Path(__file__).parent.parent
 
 on_cpu = pytest.mark.skipif(cuda.available(), reason="says what happens where there is no CUDA device")
+needs_cuda = pytest.mark.skipif(not cuda.available(), reason="no CUDA device")
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -115,6 +116,7 @@ def _demo_result_parts() -> tuple[_demo.Stats, tuple[_demo.GraphRecord, ...]]:
     return controls.stats(), controls.graphs
 
 
+@needs_cuda
 @pytest.mark.cuda
 def test_demo_on_a_gpu_shows_times() -> None:
     """On a GPU the demo measures, and says whether the MLP's target was reached."""
@@ -164,6 +166,7 @@ def test_doctor_on_a_cpu() -> None:
     assert "tape: ok, 1 warm-up, 1 capture, 1 replay" in done.stdout
 
 
+@needs_cuda
 @pytest.mark.cuda
 def test_doctor_on_a_gpu() -> None:
     """Doctor names the device and tries both the tape and CUDA."""

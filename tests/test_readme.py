@@ -18,6 +18,7 @@ import pytest
 import graphify
 import graphify.testing  # before `graphify()` is replaced below, so that it keeps the real one
 from graphify._wrapper import Options
+from graphify.backends import cuda
 from graphify.errors import CaptureError
 
 ROOT = Path(__file__).parent.parent
@@ -77,6 +78,7 @@ def test_the_readme_runs_on_the_tape(
     assert f"README.md:{line}" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(not cuda.available(), reason="no CUDA device")
 @pytest.mark.cuda
 def test_the_readme_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks run as they stand."""

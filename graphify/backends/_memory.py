@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from .._undo import below
-from .base import Copy
+from .base import STALE, Copy, Recording, Replay
 
-__all__ = ["Slot", "clone_all", "copier", "is_oom", "lend", "spoil", "whole"]
+__all__ = ["Slot", "copier", "copying", "is_oom", "lend", "spoil", "whole"]
+
+
+_CLOSED = "_graphify_closed"
 
 
 def copier(copies: Sequence[Copy]) -> Callable[[Sequence[Tensor]], None]:
@@ -23,10 +26,9 @@ def copier(copies: Sequence[Copy]) -> Callable[[Sequence[Tensor]], None]:
     for target, index in copies:
         groups.setdefault((target.dtype, target.is_inference()), []).append((target, index))
     fills = [_filler(group, inference) for (_, inference), group in groups.items()]
-    if len(fills) == 1:
-        return fills[0]
 
     def fill(sources: Sequence[Tensor]) -> None:
+        _refuse_closed(sources)
         for one in fills:
             one(sources)
 
@@ -56,10 +58,15 @@ def _filler(group: Sequence[Copy], inference: bool) -> Callable[[Sequence[Tensor
     return inferred if inference else ungraded
 
 
-def clone_all(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """Plan fresh copies of these dense tensors, without their autograd history."""
-    originals = [t.detach() for t in tensors]
-    return lambda: [t.clone() for t in originals]
+def copying(recording: Recording, copies: Sequence[Copy], results: Sequence[Tensor]) -> Replay:
+    """Copies around a replay, without any device's help."""
+    originals = [t.detach() for t in results]
+
+    def launch() -> Sequence[Tensor]:
+        recording.replay()
+        return [t.clone() for t in originals]
+
+    return Replay(copier(copies), launch)
 
 
 def lend(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
@@ -71,10 +78,16 @@ def lend(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
 
     def close() -> None:
         spoil(whole(loan.untyped_storage(), loan.dtype))
+        setattr(loan, _CLOSED, True)
         if not loan.is_inference():
             torch.autograd.graph.increment_version(loan)
 
     return loan, close
+
+
+def _refuse_closed(sources: Sequence[Tensor]) -> None:
+    if any(hasattr(t, _CLOSED) for t in sources):
+        raise RuntimeError(f"a static output that {STALE}")
 
 
 class Slot:

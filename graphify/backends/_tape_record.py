@@ -115,11 +115,11 @@ class Recorder(TorchDispatchMode):
         given = set() if constants else set(map(_key, call.pins.values()))
         made = []
         for position, leaf in enumerate(leaves):
-            if leaf.layout is not torch.strided:
+            if leaf.layout is not torch.strided or leaf.is_nested:
                 raise _no_memory(call.func, leaf)
-            key = _key(leaf)
-            # Autograd's zero tensors have a storage without memory: they are zero for ever.
-            if key not in given and key not in self.pins and not leaf._is_zerotensor():
+            # Wrapper subclasses and autograd's zero tensors have storages without memory.
+            hollow = _is_foreign(type(leaf)) or leaf._is_zerotensor()
+            if not hollow and (key := _key(leaf)) not in given and key not in self.pins:
                 made.append(Output(position, Slot(self._own(leaf))))
         return made
 
@@ -142,6 +142,11 @@ def _key(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
+def _is_foreign(kind: Any) -> bool:
+    """Whether a subclass handles operators by itself."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
 def _check_kind(func: Any, types: Any) -> None:
     if not hasattr(func, "_schema"):
         raise CaptureError(
@@ -151,7 +156,7 @@ def _check_kind(func: Any, types: Any) -> None:
             fix="call it outside the graphed function, or write it with `torch.where`",
         )
     for kind in types:
-        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        if _is_foreign(kind):
             raise CaptureError(
                 f"`{func}` gets a {kind.__name__}, whose operators the tape cannot see",
                 where=user_line(),
@@ -161,8 +166,9 @@ def _check_kind(func: Any, types: Any) -> None:
 
 
 def _no_memory(func: Any, tensor: Tensor) -> CaptureError:
+    kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
     return CaptureError(
-        f"`{func}` makes or writes a {str(tensor.layout).removeprefix('torch.')} tensor",
+        f"`{func}` makes or writes a {kind} tensor",
         where=user_line(),
         why="a replay writes into memory of a fixed size and layout",
         fix="use strided tensors, or do this part outside the graphed function",

@@ -93,7 +93,9 @@ def allocates(func: Any) -> bool:
     """Whether an operator only allocates: its contents are undefined, so a replay leaves them alone."""
     if func.namespace != "aten" or not func.__name__.startswith(("empty", "new_empty")):
         return False
-    filled = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+    filled = (
+        torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+    )
     return not filled
 
 
@@ -104,7 +106,9 @@ def constant(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: value
 
 
-def refilling(run: Callable[[], Any], func: Any, leaves: int, outputs: Sequence[Output]) -> Callable[[], None]:
+def refilling(
+    run: Callable[[], Any], func: Any, leaves: int, outputs: Sequence[Output]
+) -> Callable[[], None]:
     """Run, then copy the new results to where the recorded ones live."""
     if leaves == 1 and outputs[0].leaf == 0:
         refill = outputs[0].slot.refill

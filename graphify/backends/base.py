@@ -7,20 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
 
-__all__ = ["Backend", "Copy", "Recording", "Report"]
+__all__ = ["STALE", "Backend", "Copy", "Recording", "Replay", "Report"]
 
 Copy = tuple[Tensor, int]
 """A destination tensor and the index of its source among the tensors of the call."""
 
+STALE = "a later replay overwrote: clone it before that replay, or use outputs='fresh'"
+"""The end of what is said of a closed hand-out, by which its error is recognised."""
+
 Report = Callable[[str], None]
 """Called with the name of a host read, such as "Tensor.tolist", that no dispatcher sees."""
+
+
+class Replay(NamedTuple):
+    """One way to use a recording, in two steps: what the caller's tensors hold may change between them."""
+
+    stage: Callable[[Sequence[Tensor]], None]
+    """Take the inputs of the next launch from the tensors of a call."""
+    launch: Callable[[], Sequence[Tensor]]
+    """Replay, and answer fresh copies of the results."""
 
 
 class Recording(Protocol):
@@ -70,11 +82,11 @@ class Backend(Protocol):
     def order(self, pool: Any) -> None:
         """Make this thread's work wait for the pool's last replay, wherever that ran."""
 
-    def copier(self, copies: Sequence[Copy]) -> Callable[[Sequence[Tensor]], None]:
-        """Plan once how to fill these destinations from the tensors of a call."""
+    def replayer(self, recording: Any, copies: Sequence[Copy], results: Sequence[Tensor]) -> Replay:
+        """Plan once how to fill these destinations, replay, and copy these dense tensors out fresh.
 
-    def cloner(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Plan once how to copy these dense tensors into fresh ones with the same strides."""
+        Sources have the shapes, dtypes and strides of their destinations: the signature has seen to that.
+        """
 
     def lend(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Hand out graph memory under a storage of its own, with the call that closes it for good.

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ._cuda_copies import replay_with_copies
 from ._cuda_driver import count_nodes, private_stream
-from .base import Copy, Report
+from .base import STALE, Copy, Replay, Report
 
 __all__ = ["CudaBackend", "CudaRecording", "available", "facts", "synchronize"]
 
 T = TypeVar("T")
-
-_STALE = "this static output was overwritten by a later replay: clone it before, or use outputs='fresh'"
 
 # Process-wide: the driver lets one thread capture while others work, but two captures at once, or a live
 # warm-up of another thread on a capturing stream, break each other.
@@ -80,6 +79,10 @@ class CudaRecording:
     def close(self) -> None:
         """Free the graph; closing twice is harmless."""
         self.graph, self.replay = None, _closed
+
+
+def _take_nothing(sources: Sequence[Tensor]) -> None:
+    """A call without tensors and device work has nothing to stage."""
 
 
 def _nothing() -> None:
@@ -144,7 +147,6 @@ class CudaBackend:
         with _no_collection(), _own_workspaces():
             pool.hold()
             result = _capture(graph, run, pool)
-        graph.instantiate()
         nodes = count_nodes(graph)
         return CudaRecording(graph, 1 if nodes is None else nodes, _reserved(pool) - before), result
 
@@ -167,30 +169,12 @@ class CudaBackend:
                 current.wait_stream(pool.last_stream)
             pool.last_stream, pool.last_raw = current, raw
 
-    def copier(self, copies: Sequence[Copy]) -> Callable[[Sequence[Tensor]], None]:
-        """One `copy_` for a single input, else one foreach copy per pair of dtypes and place."""
-        if len(copies) == 1:
-            (target, index), copy = copies[0], Tensor.copy_
-
-            def copy_one(sources: Sequence[Tensor]) -> None:
-                copy(target, sources[index], non_blocking=True)
-
-            return copy_one
-        groups: dict[Any, list[Copy]] = {}
-        for target, index in copies:
-            groups.setdefault((target.dtype, target.device), []).append((target, index))
-        plans = [([t for t, _ in group], [i for _, i in group]) for group in groups.values()]
-
-        def copy_all(sources: Sequence[Tensor]) -> None:
-            for targets, indices in plans:
-                torch._foreach_copy_(targets, [sources[i] for i in indices])
-
-        return copy_all
-
-    def cloner(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """A clone each; several of one dtype are filled by one foreach copy."""
-        clone, originals = Tensor.clone, list(tensors)
-        return lambda: [clone(t) for t in originals]
+    def replayer(self, recording: CudaRecording, copies: Sequence[Copy], results: Sequence[Tensor]) -> Replay:
+        """Copies as nodes of the graph where that is cheaper, else as kernels around it."""
+        assert recording.graph is not None
+        if not (recording.nodes or copies or results):
+            return Replay(_take_nothing, tuple)
+        return replay_with_copies(recording.graph, copies, results)
 
     def lend(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """An alias with a storage of its own, which raises once closed."""
@@ -200,7 +184,9 @@ class CudaBackend:
         )
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         alias.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
-        return alias, lambda: torch._C._set_storage_data_ptr_access_error_msg(own._cdata, _STALE)
+        return alias, lambda: torch._C._set_storage_data_ptr_access_error_msg(
+            own._cdata, f"a static output that {STALE}"
+        )
 
     def rng_state(self, generators: Sequence[torch.Generator]) -> list[tuple[torch.Generator, Tensor]]:
         """The states of every device's default generator and of these."""

@@ -18,9 +18,9 @@ from .._tree import tree_of
 from .._undo import below
 from ..errors import CaptureError, GraphifyError
 from ._host_reads import listen
-from ._memory import Slot, clone_all, copier, is_oom, lend
+from ._memory import Slot, copying, is_oom, lend
 from ._rng import RngState, rng_state, set_rng_state
-from .base import Copy, Report
+from .base import Copy, Recording, Replay, Report
 
 __all__ = ["EagerBackend", "EagerRecording"]
 
@@ -47,7 +47,9 @@ class EagerRecording:
         self.ran = True
         self.nodes = 1
         self._results = _tensors(result)
-        self.bytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._results}.values())
+        self.bytes = sum(
+            {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._results}.values()
+        )
         self._run: Callable[[], Any] | None = run
 
     def replay(self) -> None:
@@ -84,7 +86,9 @@ def _move(old: Tensor, new: Tensor) -> None:
     with torch.inference_mode(old.is_inference()), below():
         slot = Slot(old)
         if not slot.refill(new):
-            raise GraphifyError(f"a run made {tuple(new.shape)} {new.dtype} where the recorded one made {slot}")
+            raise GraphifyError(
+                f"a run made {tuple(new.shape)} {new.dtype} where the recorded one made {slot}"
+            )
 
 
 def _device_generators() -> Sequence[torch.Generator]:
@@ -128,7 +132,9 @@ class EagerBackend:
         """
         if _here.recording:
             raise CaptureError(
-                "a capture inside a capture", why="one thread records one graph at a time", fix="capture it alone"
+                "a capture inside a capture",
+                why="one thread records one graph at a time",
+                fix="capture it alone",
             )
         _here.recording = True
         try:
@@ -147,13 +153,9 @@ class EagerBackend:
     def order(self, pool: object) -> None:
         """Nothing to do: the work stays on the caller's stream."""
 
-    def copier(self, copies: Sequence[Copy]) -> Callable[[Sequence[Tensor]], None]:
-        """One `copy_` for a single input, else a foreach copy per dtype."""
-        return copier(copies)
-
-    def cloner(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """A clone each."""
-        return clone_all(tensors)
+    def replayer(self, recording: Recording, copies: Sequence[Copy], results: Sequence[Tensor]) -> Replay:
+        """A `copy_` or a foreach copy per dtype, the replay, a clone each."""
+        return copying(recording, copies, results)
 
     def lend(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """A copy that closing fills with NaN."""

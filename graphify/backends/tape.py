@@ -23,11 +23,11 @@ from torch import Tensor
 from .._undo import below
 from ..errors import CaptureError, GraphifyError
 from ._host_reads import listen
-from ._memory import clone_all, copier, is_oom, lend, spoil, whole
+from ._memory import copying, is_oom, lend, spoil, whole
 from ._rng import RngState, rng_state, set_rng_state
 from ._tape_record import Recorder
 from ._tape_steps import Step
-from .base import Copy, Report
+from .base import Copy, Recording, Replay, Report
 
 __all__ = ["TapeBackend", "TapePool", "TapeRecording"]
 
@@ -171,7 +171,9 @@ class TapeBackend:
         """
         if _here.recording:
             raise CaptureError(
-                "a capture inside a capture", why="one thread records one graph at a time", fix="capture it alone"
+                "a capture inside a capture",
+                why="one thread records one graph at a time",
+                fix="capture it alone",
             )
         recorder = Recorder(generators)
         try:
@@ -198,13 +200,9 @@ class TapeBackend:
     def order(self, pool: TapePool) -> None:
         """Nothing to do: replays run in the calling thread."""
 
-    def copier(self, copies: Sequence[Copy]) -> Callable[[Sequence[Tensor]], None]:
-        """One `copy_` for a single input, else a foreach copy per dtype."""
-        return copier(copies)
-
-    def cloner(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """A clone each."""
-        return clone_all(tensors)
+    def replayer(self, recording: Recording, copies: Sequence[Copy], results: Sequence[Tensor]) -> Replay:
+        """A `copy_` or a foreach copy per dtype, the replay, a clone each."""
+        return copying(recording, copies, results)
 
     def lend(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """A copy that closing fills with NaN."""

@@ -218,7 +218,7 @@ def _same_type(left: type, right: type) -> bool:
     return left is right or (left.__module__, left.__qualname__) == (right.__module__, right.__qualname__)
 
 
-def _bits(number: complex) -> bytes:
+def _bits(number: Any) -> bytes:
     parts = (number.real, number.imag) if isinstance(number, complex) else (number,)
     return b"".join(b"nan" if part != part else struct.pack("d", part) for part in parts)
 

@@ -131,6 +131,9 @@ class Data(Late):
         named = [f"{field.name}={getattr(self, field.name)!r}" for field in changed[1:]]
         return f"Data({', '.join([repr(self.shape), *named])})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
 
 @dataclass(eq=False)
 class Rows(Late):

@@ -174,7 +174,7 @@ DEEP_VALUES = [
 def elementwise(w: Writer) -> None:
     """One float in, one of the same size out."""
     if var := w.floats():
-        w.let(w.choose(UNARY if var.dims in ((),) else UNARY + BY_ROW).format(var.name), var.dims, var.dtype)
+        w.let(w.choose(UNARY if not var.dims else UNARY + BY_ROW).format(var.name), var.dims, var.dtype)
 
 
 def view(w: Writer) -> None:
@@ -452,6 +452,7 @@ def programs(
         host_side_percent: how many contain what no graph can repeat (counting, appending, host reads); expect a
             GraphifyError or eager calls from these.
     """
+    need_hypothesis()
     strategy: SearchStrategy[Program] = _composite()((min_statements, max_statements), shapes, host_side_percent)
     return strategy
 

@@ -68,7 +68,8 @@ def assert_matches_eager(
     found = Rng(place)
     try:
         worlds = _worlds(target, make, place)
-        entry = (graphed or graphify(backend=backend, **options))(worlds[1].twin)  # type: ignore[arg-type]
+        decorate: Any = graphify
+        entry = (graphed or decorate(backend=backend, **options))(worlds[1].twin)
         pair = _Pair(Twin(worlds[0], worlds[0].twin), Twin(worlds[1], entry), check_state, loud_ok)
         for number, call in enumerate(sequence, 1):
             if options.get("outputs") == "static":

@@ -74,7 +74,10 @@ class Program:
         rest = "".join(
             f", {name}={getattr(self, name)!r}" for name in ("inputs", "scalars", "state", "modes", "min_n")
         )
-        return f'Program("""\n{self.source}"""{rest})'
+        return f'Program("""\\\n{self.source}"""{rest})'
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
 
 
 def render(shape: str, state: list[State], signature: str, body: list[str], helpers: list[str], stores: list[str]) -> str:

@@ -331,6 +331,7 @@ def call_sequences(
     `.data` or `load_state_dict(assign=True)`, `manual_seed`. Around: no_grad, inference_mode, grad mode, autocast.
     After: the caller changes the result in place, or passes it to the next call.
     """
+    need_hypothesis()
     strategy: SearchStrategy[list[Call]] = _composite()(program, (min_calls, max_calls), device)
     return strategy
 

@@ -118,13 +118,14 @@ def pytrees(
 
     def containers(inner: SearchStrategy[Any]) -> SearchStrategy[Any]:
         lists: SearchStrategy[Any] = st.lists(inner, max_size=3)
-        return st.one_of(
+        mixed: SearchStrategy[Any] = st.one_of(
             lists,
             lists.map(tuple),
             st.dictionaries(keys, inner, max_size=3),
             st.builds(Pair, inner, inner),
             st.builds(Record, inner, inner),
         )
+        return mixed
 
     base = st.one_of(leaves, constants) if allow_constants else leaves
     strategy: SearchStrategy[Any] = st.recursive(base, containers, max_leaves=max_leaves)
