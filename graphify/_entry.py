@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from ._layout import family_key
 from ._record import Graph
 from ._tree import Tree
 
-__all__ = ["Entry", "Refusal", "Table"]
+__all__ = ["Entry", "Refusal", "Table", "host_value"]
 
 
 class Refusal(NamedTuple):
@@ -38,6 +38,7 @@ class Entry:
         self.graph: Graph | None = None
         self.refusal: Refusal | None = None
         self.scalars: tuple[tuple[int, Any], ...] = ()
+        self.staged: frozenset[int] = frozenset()
         self.warmed = 0
         self.wait = 0
         self.evictions = 0
@@ -57,9 +58,10 @@ class Entry:
         self.graph, self.wait = graph, 0
         self._watch_arguments()
 
-    def expect(self, tensors: Sequence[Tensor], hosts: Sequence[int]) -> None:
+    def expect(self, tensors: Sequence[Tensor], hosts: Iterable[int]) -> None:
         """Take the values of host scalars among the arguments as part of the signature."""
-        self.scalars = tuple((i, _value(tensors[i])) for i in hosts)
+        self.scalars = tuple((i, host_value(tensors[i])) for i in hosts)
+        self.staged = frozenset()
         self._watch_arguments()
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
@@ -88,7 +90,7 @@ class Entry:
             return
 
         def admits(tensors: Sequence[Tensor]) -> bool:
-            if any(_value(tensors[i]) != value for i, value in scalars):
+            if any(host_value(tensors[i]) != value for i, value in scalars):
                 return False
             return not conflicts or conflicts.isdisjoint(map(family_key, tensors))
 
@@ -121,6 +123,7 @@ def _always() -> bool:
     return True
 
 
-def _value(scalar: Tensor) -> Any:
+def host_value(scalar: Tensor) -> Any:
+    """The value of a tensor without dimensions, NaN equal to itself."""
     value = scalar.item()
     return value if value == value else "nan"

@@ -29,26 +29,39 @@ class StaticInputs:
     """One static tensor per leaf, always our own memory, and what fills them: `copies` and a `filler`.
 
     Strides, sharing among leaves, conjugate bits and flags are the caller's. Leaves that share memory keep
-    sharing it; these and expanded ones are filled by one copy of the range of memory they cover.
+    sharing it; these and expanded ones are filled by one copy of the range of memory they cover. A leaf on
+    another device than the graph's is a host scalar: a value of the signature, which nothing refills,
+    unless it is `staged` into device memory.
     """
 
-    def __init__(self, leaves: Sources, specs: Sequence[TensorSpec]) -> None:
+    def __init__(
+        self, leaves: Sources, specs: Sequence[TensorSpec], device: torch.device, staged: frozenset[int]
+    ) -> None:
         self.tensors: list[Tensor] = list(leaves)
         self.copies: list[Copy] = []
         self._ranges: list[Range] = []
-        inference = any(spec.inference for spec in specs)
-        with torch.inference_mode(inference), torch.no_grad():
-            for family in _families(leaves):
-                if len(family) == 1 and not overlaps_itself(leaves[family[0]]):
-                    self.copies.append((self._allocate(leaves[family[0]], family[0]), family[0]))
+        self._staged: list[Copy] = []
+        for family in _families(leaves):
+            i = family[0]
+            with torch.inference_mode(specs[i].inference), torch.no_grad():
+                if leaves[i].device.type != device.type:
+                    self._allocate_scalar(leaves[i], i, device if i in staged else None)
+                elif len(family) == 1 and not overlaps_itself(leaves[i]):
+                    self._allocate(leaves[i], i)
                 else:
                     self._allocate_range(leaves, family)
         self._set_flags(specs)
+        self._fill_once(leaves)
 
-    def _allocate(self, leaf: Tensor, index: int) -> Tensor:
+    def _allocate_scalar(self, leaf: Tensor, index: int, device: torch.device | None) -> None:
+        self.tensors[index] = leaf.clone() if device is None else leaf.to(device)
+        if device is not None:
+            self._staged.append((self.tensors[index], index))
+
+    def _allocate(self, leaf: Tensor, index: int) -> None:
         static = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
         self.tensors[index] = static.conj() if leaf.is_conj() else static
-        return self.tensors[index]
+        self.copies.append((self.tensors[index], index))
 
     def _allocate_range(self, leaves: Sources, family: list[int]) -> None:
         low, high = span(leaves[i] for i in family)
@@ -60,6 +73,15 @@ class StaticInputs:
                 made[id(leaf)] = view_of(flat, leaf, first_byte(leaf) - low, leaf.shape, leaf.stride())
             self.tensors[i] = made[id(leaf)]
         self._ranges.append(Range(flat, family[0], first_byte(leaves[family[0]]) - low))
+
+    def _fill_once(self, leaves: Sources) -> None:
+        """The recording run may read them for real: where it is live, or in its own warm-ups."""
+        for static, index in self.copies:
+            with torch.inference_mode(static.is_inference()), torch.no_grad():
+                static.copy_(leaves[index])
+        fill = self.filler()
+        if fill is not None:
+            fill(leaves)
 
     def _set_flags(self, specs: Sequence[TensorSpec]) -> None:
         made: dict[int, Tensor] = {}
@@ -73,10 +95,11 @@ class StaticInputs:
             self.tensors[i] = made[id(static)]
 
     def filler(self) -> Callable[[Sources], None] | None:
-        """What fills the ranges of memory that `copies` leaves out; None when there are none."""
-        ranges, inference = self._ranges, any(flat.is_inference() for flat, _, _ in self._ranges)
-        if not ranges:
+        """What fills everything that `copies` leaves out; None when there is nothing."""
+        ranges, staged = self._ranges, self._staged
+        if not ranges and not staged:
             return None
+        inference = any(t.is_inference() for t in (*(r.flat for r in ranges), *(t for t, _ in staged)))
 
         def fill(sources: Sources) -> None:
             with torch.inference_mode() if inference else torch.no_grad():
@@ -84,6 +107,8 @@ class StaticInputs:
                     flat.copy_(
                         view_of(sources[leaf], flat, first_byte(sources[leaf]) - before, flat.shape, (1,))
                     )
+                for static, index in staged:
+                    static.copy_(sources[index])
 
         return fill
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ._code import Executed, user_frame
-from ._entry import Entry, Refusal, Table
+from ._entry import Entry, Refusal, Table, host_value
 from ._guards import Guard
 from ._options import Options
 from ._places import Survey
@@ -38,6 +38,7 @@ _GRAD = Refusal(
 _MANY_VALUES = 8
 _MANY_ENTRIES = 1024
 _RETRIES = 3
+_FEW_SCALARS = 4
 
 
 class Life:
@@ -58,6 +59,8 @@ class Life:
         self._rebinds: Counter[str] = Counter()
         self._said: set[str] = set()
         self._lost = 0
+        self._scalars: dict[Any, set[tuple[Any, ...]]] = {}
+        self._scalars_are_read = False
 
     # -- finding
 
@@ -96,7 +99,7 @@ class Life:
         entry.refusal = refused
         entry.label = _label(call)
         if hosts:
-            entry.expect(call.tensors, hosts)
+            self._expect(entry, call, hosts)
         self._watch_opaque(entry, call)
         self._count_tokens(table, key)
         table.add(entry)
@@ -125,6 +128,17 @@ class Life:
                 text = f"argument `{path}` is on {where} beside tensors on {device}: pass `{path}.to({str(device)!r})`"
                 return None, [], Refusal("devices", InputError(text))
         return device, hosts, None
+
+    def _expect(self, entry: Entry, call: Call, hosts: list[int]) -> None:
+        """A host scalar is a value, until it has shown so many that it is better staged as a tensor."""
+        seen = self._scalars.setdefault((id(entry.table), entry.key), set())
+        seen.add(tuple(host_value(call.tensors[i]) for i in hosts))
+        if len(seen) <= _FEW_SCALARS or self._scalars_are_read:
+            entry.expect(call.tensors, hosts)
+            return
+        entry.staged = frozenset(hosts)
+        paths = ", ".join(f"`{entry.table.tree.tensor_paths[i]}`" for i in hosts)
+        entry.label += f" ({paths} staged from the host: equal to rounding)"
 
     def _watch_opaque(self, entry: Entry, call: Call) -> None:
         """An opaque argument is compared by identity: its entries die with it."""
@@ -259,7 +273,17 @@ class Life:
         specs = [TensorSpec(*spec) for spec in entry.table.specs(call.tensors)]
         generators = list(self.generators.values())
         with self.setting.backend.scope(entry.device):
-            graph, guard = record(self.setting, call, specs, entry.device, self.executed, generators)
+            try:
+                graph, guard = record(
+                    self.setting, call, specs, entry.device, self.executed, generators, entry.staged
+                )
+            except CaptureError:
+                if not entry.staged:
+                    raise
+                # The code reads the scalar on the host, so it stays a value of the signature.
+                self._scalars_are_read = True
+                entry.expect(call.tensors, entry.staged)
+                graph, guard = record(self.setting, call, specs, entry.device, self.executed, generators)
         entry.settle(graph, guard)
         self.ready.append(entry)
         self.counts["recordings"] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -134,6 +134,7 @@ def record(
     device: torch.device,
     known: Executed,
     generators: Sequence[torch.Generator],
+    staged: frozenset[int] = frozenset(),
 ) -> tuple[Graph, Guard]:
     """Record one call; its device work happens at the first replay. Call inside the backend's scope.
 
@@ -141,19 +142,25 @@ def record(
         CaptureError: the run cannot be a graph; Python state and random streams are as before.
         NeedsGradError: the results need gradients.
     """
-    return _Session(setting, call, specs, device, known).graph(generators)
+    return _Session(setting, call, specs, device, known, staged).graph(generators)
 
 
 class _Session:
     """The state of one recording while it is made."""
 
     def __init__(
-        self, setting: Setting, call: Call, specs: Sequence[TensorSpec], device: torch.device, known: Executed
+        self,
+        setting: Setting,
+        call: Call,
+        specs: Sequence[TensorSpec],
+        device: torch.device,
+        known: Executed,
+        staged: frozenset[int],
     ) -> None:
         self.setting, self.call, self.device, self.known = setting, call, device, known
         self.before = Survey(setting.roots(call), known)
         self.host = HostRandomness(device)
-        self.inputs = StaticInputs(call.tensors, specs)
+        self.inputs = StaticInputs(call.tensors, specs, device, staged)
         self.layouts = [_metadata(t) for t in self.inputs.tensors]
         self.undo = UndoLog()
         # Only a backend whose recording run is real needs the log: on a device a copy would be captured.
@@ -171,7 +178,6 @@ class _Session:
         streams = backend.rng_state(generators) if backend.runs_live else None
         recording: Recording | None = None
         try:
-            self._fill()
             memory = pool.memory(backend, self.device)
             recording, (result, hidden) = self._capture(memory, generators)
             graph = Graph(self.setting, recording, memory)
@@ -181,15 +187,6 @@ class _Session:
             raise
         graph.seconds = time.perf_counter() - started
         return graph, guard
-
-    def _fill(self) -> None:
-        """Give the static inputs this call's values: a run that is real, or a warm-up inside, reads them."""
-        with torch.no_grad(), torch.inference_mode(any(t.is_inference() for t, _ in self.inputs.copies)):
-            for static, index in self.inputs.copies:
-                static.copy_(self.call.tensors[index])
-        fill = self.inputs.filler()
-        if fill is not None:
-            fill(self.call.tensors)
 
     def _restore(self, recording: Recording | None, streams: Any) -> None:
         if recording is not None:
@@ -308,13 +305,12 @@ class _Session:
         written, outside = self.watch.written, self.watch.outside
         statics = enumerate(self.inputs.tensors)
         graph.mutated = [(i, t) for i, t in statics if family_key(t) in written]
+        for path, static in zip(self.call.tree.tensor_paths, self.inputs.tensors, strict=True):
+            if family_key(static) in written and static.device.type != self.device.type:
+                self._refuse_host_write(f"the {static.device.type} tensor `{path}`")
         for key, tensor in outside.items():
             if key in written and tensor.device.type != self.device.type:
-                raise CaptureError(
-                    f"`{self.setting.name}` writes into a {tensor.device.type} tensor",
-                    why="a replay repeats the work of one device",
-                    fix=f"keep that tensor on {self.device}",
-                )
+                self._refuse_host_write(f"a {tensor.device.type} tensor")
         graph.conflicts = frozenset(outside if graph.mutated else written & outside.keys())
         for path, tensor in zip(self.call.tree.tensor_paths, self.call.tensors, strict=True):
             if family_key(tensor) in graph.conflicts:
@@ -323,6 +319,13 @@ class _Session:
                     why="the graph reads its own copy of the argument, which would not see the write",
                     fix="pass a clone, or use only one of the two",
                 )
+
+    def _refuse_host_write(self, what: str) -> NoReturn:
+        raise CaptureError(
+            f"`{self.setting.name}` writes into {what}",
+            why="a replay repeats the work of one device",
+            fix=f"keep that tensor on {self.device}",
+        )
 
     def _plan_results(self, graph: Graph, result: Any, hidden: list[Any], after: Survey) -> None:
         names = ["output", *(change.place.name for change in self.hidden)]

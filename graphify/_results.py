@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._layout import family_key, first_byte, is_dense, span, view_of
-from .backends.base import Backend
+from .backends.base import Backend, Loan
 
 __all__ = ["ResultPlan", "lending"]
 
@@ -20,14 +20,29 @@ Maker = Callable[[Sources, Sequence[Tensor]], Tensor]
 def lending(
     launch: Callable[[], Any], results: Sources, backend: Backend, closers: list[Callable[[], None]]
 ) -> Callable[[], Sequence[Tensor]]:
-    """A launch that lends graph memory, and adds what closes each loan to `closers`."""
-    lend = backend.lend
+    """A launch that lends graph memory, and adds what ends each loan to `closers`.
+
+    A loan that nobody holds any more when it ends is lent again: making one costs ten times as much.
+    """
+    shelf: list[Loan | None] = [None] * len(results)
+
+    def ending(i: int, loan: Loan) -> Callable[[], None]:
+        def end() -> None:
+            if loan.idle():
+                shelf[i] = loan
+            else:
+                loan.close()
+
+        return end
 
     def launch_and_lend() -> Sequence[Tensor]:
         launch()
-        loans = [lend(t) for t in results]
-        closers.extend(close for _, close in loans)
-        return [alias for alias, _ in loans]
+        lent = []
+        for i, result in enumerate(results):
+            loan, shelf[i] = shelf[i] or backend.lend(result), None
+            closers.append(ending(i, loan))
+            lent.append(loan.tensor)
+        return lent
 
     return launch_and_lend
 

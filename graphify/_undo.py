@@ -88,9 +88,9 @@ class _Host(NamedTuple):
 
     tensor: Tensor
     storage: torch.UntypedStorage
-    offset: int
+    offset: Any
     shape: torch.Size
-    stride: tuple[int, ...]
+    stride: Any  # of ints
     version: int | None  # None: an inference tensor, which has no versions
 
 

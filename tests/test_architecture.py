@@ -33,9 +33,9 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     ),
     2: ("_guards", "_places", "_pool", "_trial", "_undo", "_watch"),
     3: (
-        *("_inputs", "_options", "_results", "backends", "backends._cuda_driver", "backends._host_reads"),
-        *("backends._memory", "backends._rng", "backends._tape_record", "backends._tape_steps"),
-        *("backends.base", "backends.cuda", "backends.eager", "backends.tape"),
+        *("_inputs", "_options", "_results", "backends", "backends._cuda_copies", "backends._cuda_driver"),
+        *("backends._host_reads", "backends._memory", "backends._rng", "backends._tape_record"),
+        *("backends._tape_steps", "backends.base", "backends.cuda", "backends.eager", "backends.tape"),
     ),
     4: ("_entry", "_life", "_record"),
     5: (),  # _autograd, when there is training
@@ -63,7 +63,8 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "backends._memory": ("backends.base",),
     "backends._tape_steps": ("backends._memory",),
     "backends._tape_record": ("backends._memory", "backends._rng", "backends._tape_steps"),
-    "backends.cuda": ("backends._cuda_driver", "backends.base"),
+    "backends._cuda_copies": ("backends._cuda_driver", "backends.base"),
+    "backends.cuda": ("backends._cuda_copies", "backends._cuda_driver", "backends.base"),
     "backends.eager": ("backends._host_reads", "backends._memory", "backends._rng", "backends.base"),
     "backends.tape": (
         *("backends._host_reads", "backends._memory", "backends._rng"),
@@ -218,15 +219,18 @@ def cuda_faults(texts: Sources) -> list[str]:
     return faults
 
 
-PUBLIC_IN_ALL_BUT_NAME = frozenset({"torch.utils._python_dispatch.TorchDispatchMode"})
-"""Documented by torch as the way to write a mode, in a module that merely looks private."""
+PUBLIC_IN_ALL_BUT_NAME = re.compile(
+    r"torch\.utils\._python_dispatch\.TorchDispatchMode"  # how torch documents that a mode is written
+    r"|torch\._foreach_\w+"  # documented as "Foreach Operations", named so while they are in beta
+)
 
 
 def private_faults(texts: Sources) -> list[str]:
     where = defaultdict(list)
     for module, text in texts.items():
-        for name in private_names(text) - PUBLIC_IN_ALL_BUT_NAME:
-            where[name].append(module)
+        for name in private_names(text):
+            if not PUBLIC_IN_ALL_BUT_NAME.fullmatch(name):
+                where[name].append(module)
     return [f"{name}: in {', '.join(modules)}" for name, modules in sorted(where.items()) if len(modules) > 1]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._undo import below
 from .base import STALE, Copy, Recording, Replay
 
-__all__ = ["Slot", "copier", "copying", "is_oom", "lend", "spoil", "whole"]
+__all__ = ["Slot", "SpoiledLoan", "copier", "copying", "is_oom", "spoil", "whole"]
 
 
 _CLOSED = "_graphify_closed"
@@ -69,20 +69,25 @@ def copying(recording: Recording, copies: Sequence[Copy], results: Sequence[Tens
     return Replay(copier(copies), launch)
 
 
-def lend(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """A copy that stands for graph memory, and the call that spoils it with NaN and a version bump.
+class SpoiledLoan:
+    """A copy that stands for graph memory; closing spoils it with NaN and a version bump.
 
     An alias would show the next replay's numbers: on a CPU nobody can close the views of a storage.
     """
-    loan = tensor.detach().clone()
 
-    def close() -> None:
-        spoil(whole(loan.untyped_storage(), loan.dtype))
-        setattr(loan, _CLOSED, True)
-        if not loan.is_inference():
-            torch.autograd.graph.increment_version(loan)
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach().clone()
 
-    return loan, close
+    def idle(self) -> bool:
+        """Never: a copy holds the numbers of its own replay only."""
+        return False
+
+    def close(self) -> None:
+        """Spoil the copy."""
+        spoil(whole(self.tensor.untyped_storage(), self.tensor.dtype))
+        setattr(self.tensor, _CLOSED, True)
+        if not self.tensor.is_inference():
+            torch.autograd.graph.increment_version(self.tensor)
 
 
 def _refuse_closed(sources: Sequence[Tensor]) -> None:

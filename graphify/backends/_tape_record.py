@@ -23,7 +23,7 @@ __all__ = ["Recorder"]
 _LIFT = torch.ops.aten.lift_fresh.default
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps every operator call of a run, saves what the run writes, and watches the generators.
 
     An infra mode: a plain one would switch `torch.compile` off inside the run, for good.
@@ -32,7 +32,7 @@ class Recorder(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
         self.undo = UndoLog()
         self.streams = Streams(generators)
@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):
     def _own(self, leaf: Tensor) -> Tensor:
         alias = pinned(leaf)
         self._hold(alias)
-        self.owned.setdefault(_key(leaf), alias)
+        self.owned.setdefault(leaf.untyped_storage()._cdata, alias)
         return alias
 
     def _hold(self, alias: Tensor) -> None:

@@ -80,7 +80,7 @@ def settled(func: Any, result: Any) -> Any:
     """Wait for a collective's result: the tape has no stream that would wait for it."""
     if func.namespace == "c10d":
         for leaf in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(leaf, torch.ScriptObject):
+            if not isinstance(leaf, (Tensor, list)):
                 leaf.wait()
     elif func.namespace == "_c10d_functional" and "wait_tensor" not in func.__name__:
         with below():
@@ -93,10 +93,8 @@ def allocates(func: Any) -> bool:
     """Whether an operator only allocates: its contents are undefined, so a replay leaves them alone."""
     if func.namespace != "aten" or not func.__name__.startswith(("empty", "new_empty")):
         return False
-    filled = (
-        torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
-    )
-    return not filled
+    fills = getattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    return not (fills and torch.are_deterministic_algorithms_enabled())
 
 
 def constant(tensor: Tensor) -> Callable[[], Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-__all__ = ["STALE", "Backend", "Copy", "Recording", "Replay", "Report"]
+__all__ = ["STALE", "Backend", "Copy", "Loan", "Recording", "Replay", "Report"]
 
 Copy = tuple[Tensor, int]
 """A destination tensor and the index of its source among the tensors of the call."""
@@ -33,6 +33,18 @@ class Replay(NamedTuple):
     """Take the inputs of the next launch from the tensors of a call."""
     launch: Callable[[], Sequence[Tensor]]
     """Replay, and answer fresh copies of the results."""
+
+
+class Loan(Protocol):
+    """Graph memory in a caller's hands."""
+
+    tensor: Tensor
+
+    def idle(self) -> bool:
+        """Whether nobody holds the tensor, a view of it or a detached copy any more."""
+
+    def close(self) -> None:
+        """End the loan for good: whoever uses what was lent fails, or reads NaN."""
 
 
 class Recording(Protocol):
@@ -88,11 +100,8 @@ class Backend(Protocol):
         Sources have the shapes, dtypes and strides of their destinations: the signature has seen to that.
         """
 
-    def lend(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Hand out graph memory under a storage of its own, with the call that closes it for good.
-
-        Whatever uses a closed hand-out, its views or its detached copies must fail or read NaN.
-        """
+    def lend(self, tensor: Tensor) -> Loan:
+        """Hand out graph memory under a storage of its own."""
 
     def rng_state(self, generators: Sequence[torch.Generator]) -> Any:
         """The state of the device's default generators and of these."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,6 +80,36 @@ class CudaRecording:
     def close(self) -> None:
         """Free the graph; closing twice is harmless."""
         self.graph, self.replay = None, _closed
+
+
+class CudaLoan:
+    """Graph memory under a storage of its own, so that views and detached copies share its fate."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        memory = tensor.untyped_storage()
+        self.storage = torch._C._construct_storage_from_data_pointer(
+            memory.data_ptr(), tensor.device, memory.nbytes()
+        )
+        self.tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.tensor.set_(self.storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._alone = self._holders()
+
+    def _holders(self) -> tuple[int, int]:
+        return sys.getrefcount(self.tensor), torch._C._storage_Use_Count(self.storage._cdata)
+
+    def idle(self) -> bool:
+        """Whether neither the tensor nor another tensor on its storage is held elsewhere."""
+        if self._holders() != self._alone:
+            return False
+        # Autograd may still hold it where no count shows: the new version makes its use there an error.
+        if not self.tensor.is_inference():
+            torch.autograd.graph.increment_version(self.tensor)
+        return True
+
+    def close(self) -> None:
+        """Make every later use raise, views and detached copies included."""
+        text = f"a static output that {STALE}"
+        torch._C._set_storage_data_ptr_access_error_msg(self.storage._cdata, text)
 
 
 def _take_nothing(sources: Sequence[Tensor]) -> None:
@@ -176,17 +207,9 @@ class CudaBackend:
             return Replay(_take_nothing, tuple)
         return replay_with_copies(recording.graph, copies, results)
 
-    def lend(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def lend(self, tensor: Tensor) -> CudaLoan:
         """An alias with a storage of its own, which raises once closed."""
-        storage = tensor.untyped_storage()
-        own = torch._C._construct_storage_from_data_pointer(
-            storage.data_ptr(), tensor.device, storage.nbytes()
-        )
-        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        alias.set_(own, tensor.storage_offset(), tensor.size(), tensor.stride())
-        return alias, lambda: torch._C._set_storage_data_ptr_access_error_msg(
-            own._cdata, f"a static output that {STALE}"
-        )
+        return CudaLoan(tensor)
 
     def rng_state(self, generators: Sequence[torch.Generator]) -> list[tuple[torch.Generator, Tensor]]:
         """The states of every device's default generator and of these."""

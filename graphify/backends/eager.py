@@ -18,7 +18,7 @@ from .._tree import tree_of
 from .._undo import below
 from ..errors import CaptureError, GraphifyError
 from ._host_reads import listen
-from ._memory import Slot, copying, is_oom, lend
+from ._memory import Slot, SpoiledLoan, copying, is_oom
 from ._rng import RngState, rng_state, set_rng_state
 from .base import Copy, Recording, Replay, Report
 
@@ -157,9 +157,9 @@ class EagerBackend:
         """A `copy_` or a foreach copy per dtype, the replay, a clone each."""
         return copying(recording, copies, results)
 
-    def lend(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def lend(self, tensor: Tensor) -> SpoiledLoan:
         """A copy that closing fills with NaN."""
-        return lend(tensor)
+        return SpoiledLoan(tensor)
 
     def rng_state(self, generators: Sequence[torch.Generator]) -> RngState:
         """The states of the default generators of the CPU and of the device in use, and of these."""

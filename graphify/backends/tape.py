@@ -23,7 +23,7 @@ from torch import Tensor
 from .._undo import below
 from ..errors import CaptureError, GraphifyError
 from ._host_reads import listen
-from ._memory import copying, is_oom, lend, spoil, whole
+from ._memory import SpoiledLoan, copying, is_oom, spoil, whole
 from ._rng import RngState, rng_state, set_rng_state
 from ._tape_record import Recorder
 from ._tape_steps import Step
@@ -204,9 +204,9 @@ class TapeBackend:
         """A `copy_` or a foreach copy per dtype, the replay, a clone each."""
         return copying(recording, copies, results)
 
-    def lend(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def lend(self, tensor: Tensor) -> SpoiledLoan:
         """A copy that closing fills with NaN."""
-        return lend(tensor)
+        return SpoiledLoan(tensor)
 
     def rng_state(self, generators: Sequence[torch.Generator]) -> RngState:
         """The states of the CPU's default generator and of these."""
