@@ -32,8 +32,8 @@ class Refusal(NamedTuple):
 class Entry:
     """What is known of one signature, plain values included."""
 
-    def __init__(self, table: Table, key: Any, device: torch.device | None) -> None:
-        self.table, self.key, self.device = table, key, device
+    def __init__(self, tree: Tree, key: Any, device: torch.device | None) -> None:
+        self.tree, self.key, self.device = tree, key, device
         self.guard: Guard | None = None
         self.graph: Graph | None = None
         self.refusal: Refusal | None = None
@@ -47,6 +47,11 @@ class Entry:
         self.opaque: list[weakref.ref[Any]] = []
         self.admits: Callable[[Sequence[Tensor]], bool] | None = None
         self.holds: Callable[[], bool] = _always
+
+    def device_or_raise(self) -> torch.device:
+        """The device to record on; an entry without one was refused."""
+        assert self.device is not None, "a refused entry has no device"
+        return self.device
 
     def trust(self, guard: Guard) -> None:
         """Check this guard before each use from now on."""

@@ -18,10 +18,11 @@ from ._entry import Entry, Refusal, Table, host_value
 from ._guards import Guard
 from ._options import Options
 from ._places import Survey
-from ._record import Call, NeedsGradError, Setting, needs_grad, record
+from ._record import Call, Graph, NeedsGradError, Order, Setting, needs_grad, record
 from ._signature import TensorSpec, refusal, specs_of
 from ._tree import tree_of
-from ._trial import trial
+from ._trial import Snapshot, trial
+from ._undo import UndoLog
 from ._watch import Watch, watching
 from .errors import CaptureError, GraphifyWarning, InputError
 
@@ -77,10 +78,10 @@ class Life:
             if entry.fits(tensors):
                 entry.used = next(self._clock)
                 return entry
-            self._note_miss(table, entry)
+            self._note_miss(entry)
         return self._new(table, key, Call(table.tree, values, tensors))
 
-    def _note_miss(self, table: Table, entry: Entry) -> None:
+    def _note_miss(self, entry: Entry) -> None:
         """Forget an entry whose tensors have moved: its graph would read memory that is no longer meant."""
         miss = entry.miss() if entry.guard is not None and not entry.holds() else None
         if miss is None:
@@ -89,13 +90,14 @@ class Life:
         if not miss.moved:
             self._count_value(("place", miss.name), miss.now, miss.name)
             return
-        idle = entry.graph is not None and entry.graph.replays <= 1
-        self._rebinds[miss.name] = self._rebinds[miss.name] + 1 if idle else 0
-        self.forget(table, entry)
+        if entry.graph is not None:
+            idle = entry.graph.replays <= 1
+            self._rebinds[miss.name] = self._rebinds[miss.name] + 1 if idle else 0
+        self.forget(entry)
 
     def _new(self, table: Table, key: Any, call: Call) -> Entry:
         device, hosts, refused = self._placement(table, call)
-        entry = Entry(table, key, device)
+        entry = Entry(table.tree, key, device)
         entry.refusal = refused
         entry.label = _label(call)
         if hosts:
@@ -131,13 +133,13 @@ class Life:
 
     def _expect(self, entry: Entry, call: Call, hosts: list[int]) -> None:
         """A host scalar is a value, until it has shown so many that it is better staged as a tensor."""
-        seen = self._scalars.setdefault((id(entry.table), entry.key), set())
+        seen = self._scalars.setdefault((id(entry.tree), entry.key), set())
         seen.add(tuple(host_value(call.tensors[i]) for i in hosts))
         if len(seen) <= _FEW_SCALARS or self._scalars_are_read:
             entry.expect(call.tensors, hosts)
             return
         entry.staged = frozenset(hosts)
-        paths = ", ".join(f"`{entry.table.tree.tensor_paths[i]}`" for i in hosts)
+        paths = ", ".join(f"`{entry.tree.tensor_paths[i]}`" for i in hosts)
         entry.label += f" ({paths} staged from the host: equal to rounding)"
 
     def _watch_opaque(self, entry: Entry, call: Call) -> None:
@@ -154,9 +156,9 @@ class Life:
 
     def _outlive(self, entry: Entry) -> None:
         self._lost += entry.graph is None
-        self.forget(entry.table, entry)
+        self.forget(entry)
         if self._lost == _RETRIES:
-            paths = ", ".join(f"`{entry.table.tree.const_paths[i]}`" for i in entry.table.tree.opaque)
+            paths = ", ".join(f"`{entry.tree.const_paths[i]}`" for i in entry.tree.opaque)
             self.say(
                 "opaque",
                 f"{paths} is a new object at each call, so no call is ever captured: keep one object",
@@ -166,12 +168,13 @@ class Life:
 
     def advance(self, entry: Entry, call: Call) -> Any:
         """Make this call's result by the way that brings its signature nearer to a graph."""
+        if entry.refusal is None and entry.warmed >= self.options.warmup:
+            self._check_rebinds(entry)
         if entry.refusal is not None:
             return self._refuse(entry.refusal, call)
         if entry.wait > 0:
             entry.wait -= 1
             return self._eagerly("evicted", call)
-        self._check_rebinds(entry)
         with self.setting.pool.lock:
             if entry.graph is not None:
                 return entry.graph(call.tensors, call.values)
@@ -181,7 +184,7 @@ class Life:
 
     def _check_rebinds(self, entry: Entry) -> None:
         for name, times in self._rebinds.items():
-            if times >= _RETRIES and entry.warmed >= self.options.warmup:
+            if times >= _RETRIES:
                 entry.refusal = Refusal(
                     "rebound",
                     CaptureError(
@@ -212,14 +215,17 @@ class Life:
 
     def _warm_up(self, entry: Entry, call: Call) -> Any:
         """Run for real, on the capture stream, and learn what a capture would meet."""
-        assert entry.device is not None
-        watch = Watch(entry.device)
-        with self.setting.backend.scope(entry.device), watching(watch, self.setting.backend.listen):
+        backend, before = self.setting.backend, None
+        if self.options.fallback == "raise":
+            before = Snapshot(backend, entry.device_or_raise(), self._survey(call), self._known_generators())
+        watch = Watch(entry.device_or_raise(), undo=before.log if before is not None else None)
+        with backend.scope(watch.device), watching(watch, backend.listen):
             result = self.setting.run(call.values)
-        self.setting.backend.hand_over(_tensors(result))
+        backend.hand_over(_tensors(result))
         self._learn(entry, call, watch, result)
         if entry.refusal is not None and entry.refusal.error is not None:
-            if self.options.fallback == "raise":
+            if before is not None:
+                before.undo()
                 raise entry.refusal.error
             self.say(
                 entry.refusal.reason, f"runs eagerly from now on for this kind of call: {entry.refusal.error}"
@@ -227,13 +233,20 @@ class Life:
         self.counts["warmups"] += 1
         return result
 
+    def _survey(self, call: Call) -> Survey:
+        """What a run of this call may change; all that is in reach while nothing is known of its code."""
+        known = self.executed if self.executed.codes else Executed(everything=True)
+        return Survey([*self.setting.roots(call), ("arguments", list(call.values))], known)
+
+    def _known_generators(self) -> list[torch.Generator]:
+        return list(self.generators.values())
+
     def _learn(self, entry: Entry, call: Call, watch: Watch, result: Any) -> None:
-        assert entry.device is not None
         self.executed.merge(watch.executed)
         self.generators.update(watch.generators)
         entry.warmed += 1
         survey = Survey(self.setting.roots(call), self.executed)
-        entry.trust(Guard(survey, outside=(), written=set(), device=entry.device))
+        entry.trust(Guard(survey, outside=(), written=set(), device=watch.device))
         if watch.offences:
             entry.refusal = Refusal("uncapturable", watch.offences[0])
         elif needs_grad(result, watch):
@@ -267,54 +280,52 @@ class Life:
         entry.wait = 2**entry.evictions - 2
         log.info("%s: recording failed with %r", self.setting.name, error)
 
-    def _make_graph(self, entry: Entry, call: Call) -> None:
-        assert entry.device is not None
+    def _make_graph(self, entry: Entry, call: Call, undo: UndoLog | None = None) -> None:
         self.make_room()
-        specs = [TensorSpec(*spec) for spec in entry.table.specs(call.tensors)]
-        generators = list(self.generators.values())
-        with self.setting.backend.scope(entry.device):
+        with self.setting.backend.scope(entry.device_or_raise()):
             try:
-                graph, guard = record(
-                    self.setting, call, specs, entry.device, self.executed, generators, entry.staged
-                )
+                graph, guard = self._recorded(entry, call, undo)
             except CaptureError:
                 if not entry.staged:
                     raise
                 # The code reads the scalar on the host, so it stays a value of the signature.
                 self._scalars_are_read = True
                 entry.expect(call.tensors, entry.staged)
-                graph, guard = record(self.setting, call, specs, entry.device, self.executed, generators)
+                graph, guard = self._recorded(entry, call, undo)
         entry.settle(graph, guard)
         self.ready.append(entry)
         self.counts["recordings"] += 1
-        log.info(
-            "%s: recorded %s: %d nodes in %.3f s",
-            self.setting.name,
-            entry.label,
-            graph.recording.nodes,
-            graph.seconds,
-        )
+        nodes, seconds = graph.recording.nodes, graph.seconds
+        log.info("%s: recorded %s: %d nodes in %.3f s", self.setting.name, entry.label, nodes, seconds)
+
+    def _recorded(self, entry: Entry, call: Call, undo: UndoLog | None) -> tuple[Graph, Guard]:
+        specs = [TensorSpec(*spec) for spec in self.tables[entry.tree.spec].specs(call.tensors)]
+        order = Order(call, specs, entry.device_or_raise(), entry.staged)
+        return record(self.setting, order, self.executed, self._known_generators(), undo)
 
     def rehearse(self, entry: Entry, call: Call) -> None:
         """Record ahead of time: warm-ups and the capture leave no trace."""
-        assert entry.device is not None
-        setting, generators = self.setting, list(self.generators.values())
+        backend, device = self.setting.backend, entry.device_or_raise()
         for _ in range(self.options.warmup - entry.warmed):
-            survey = Survey(
-                [*setting.roots(call), ("arguments", list(call.values))], Executed(everything=True)
-            )
             with (
-                setting.backend.scope(entry.device),
-                trial(setting.backend, entry.device, survey, generators) as undo,
+                backend.scope(device),
+                trial(backend, device, self._survey(call), self._known_generators()) as log,
             ):
-                watch = Watch(entry.device, undo=undo)
-                with watching(watch, setting.backend.listen):
-                    result = setting.run(call.values)
+                watch = Watch(device, undo=log)
+                with watching(watch, backend.listen):
+                    result = self.setting.run(call.values)
             self._learn(entry, call, watch, result)
-        if entry.refusal is None:
-            survey = Survey(setting.roots(call), self.executed)
-            with trial(setting.backend, entry.device, survey, generators):
-                self._make_graph(entry, call)
+        if entry.refusal is not None:
+            return
+        try:
+            with trial(backend, device, self._survey(call), self._known_generators()) as log:
+                self._make_graph(entry, call, log)
+        except NeedsGradError:
+            entry.refusal = _GRAD
+        except CaptureError as error:
+            entry.refusal = Refusal("uncapturable", error)
+        if entry.graph is not None:
+            entry.graph.recording.ran = False
 
     # -- leaving
 
@@ -330,10 +341,11 @@ class Life:
             oldest.wait = 2**oldest.evictions
             self.counts["evictions"] += 1
 
-    def forget(self, table: Table, entry: Entry) -> None:
+    def forget(self, entry: Entry) -> None:
         """Drop an entry and its graph."""
+        assert entry.tree is not None
         self._retire(entry)
-        table.remove(entry)
+        self.tables[entry.tree.spec].remove(entry)
         self._entries.pop(id(entry), None)
 
     def _retire(self, entry: Entry) -> None:
@@ -346,12 +358,12 @@ class Life:
         """Forget the signatures that never came back, oldest first."""
         idle = sorted((e for e in self._entries.values() if e.graph is None), key=lambda e: e.used)
         for entry in idle[: len(idle) // 2]:
-            self.forget(entry.table, entry)
+            self.forget(entry)
 
     def clear(self) -> None:
         """Forget everything but the counts."""
         for entry in list(self._entries.values()):
-            self.forget(entry.table, entry)
+            self.forget(entry)
         self.tables.clear()
         self._rebinds.clear()
         self.setting.pool.forget()

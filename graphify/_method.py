@@ -12,7 +12,9 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType, MethodWrapperType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar, overload
+
+from torch.compiler import is_dynamo_compiling
 
 from ._wrapper import Options, Runner
 
@@ -157,19 +159,26 @@ class GraphedMethod(_Controls, Generic[R]):
     among them. Only the bound method holds the instance.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "runner")
+    __slots__ = ("__dict__", "__weakref__", "_function", "_instance", "runner")
 
     __wrapped__: Callable[..., R]
 
-    def __init__(self, names: dict[str, Any], runner: Runner) -> None:
-        self.__dict__ = names  # the graphed function's own; to hold that function would be a cycle
-        self.runner = runner
+    def __init__(self, function: GraphedFunction[..., R], instance: Any) -> None:
+        target = WeakMethod(instance, function.__wrapped__)
+        self.runner = Runner(target, function.options, _name_of(function))
+        self.__dict__ = function.__dict__  # what is set on the function is found on its bound methods
+        self._function = weakref.ref(function)  # which holds this in its table: strongly would be a cycle
+        self._instance = weakref.ref(instance)
 
     def __call__(self, instance: Any, /, *args: Any, **kwargs: Any) -> R:
+        # copy.deepcopy, and people, put the function of one bound method to another instance.
+        if instance is not self._instance():
+            function = self._function()
+            return bind(self.__wrapped__ if function is None else function, instance)(*args, **kwargs)  # type: ignore[no-any-return]
         return self.runner(*args, **kwargs)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
-        return f"<graphs of {_name_of(self.__wrapped__)} for one instance>"
+        return f"<graphs of {_name_of(self)} for one instance>"
 
 
 class _Place(weakref.ref[Any]):
@@ -198,7 +207,7 @@ class GraphedFunction(_Controls, Generic[P, R]):
     play no part.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_owner", "_places", "options", "runner")
+    __slots__ = ("__dict__", "__weakref__", "_owners", "_places", "options", "runner")
 
     __wrapped__: Callable[P, R]
     __name__: str
@@ -209,7 +218,7 @@ class GraphedFunction(_Controls, Generic[P, R]):
     def __init__(self, function: Callable[P, R], options: Options) -> None:
         self.options = options
         self._places: dict[int, _Place] = {}
-        self._owner: weakref.ref[type] | None = None
+        self._owners: tuple[weakref.ref[type], ...] = ()
         functools.update_wrapper(self, function, updated=())
         if inspect.isroutine(function):
             self.__dict__.update(getattr(function, "__dict__", {}), __wrapped__=function)
@@ -222,7 +231,7 @@ class GraphedFunction(_Controls, Generic[P, R]):
 
     def __set_name__(self, owner: type, name: str) -> None:
         if binds(self.__wrapped__):
-            self._owner = weakref.ref(owner)
+            self._owners += (weakref.ref(owner),)
             self.__class__ = GraphedOnClass  # another `__call__`, at no cost to plain functions
 
     @overload
@@ -238,6 +247,8 @@ class GraphedFunction(_Controls, Generic[P, R]):
     def __get__(self, instance: Any, owner: Any = None, /) -> Any:
         if instance is None:
             return self
+        if is_dynamo_compiling() and binds(self.__wrapped__):
+            return bind(self.__wrapped__, instance)  # to be inlined
         place = self._places.get(id(instance))
         if place is None or place() is not instance:
             if not binds(self.__wrapped__):
@@ -250,11 +261,11 @@ class GraphedFunction(_Controls, Generic[P, R]):
             place = self._places.get(id(instance))
             if place is not None and place() is instance:
                 return place
-            target = self._weakly(instance)
+            if type(instance).__weakrefoffset__ == 0:
+                self._refuse(type(instance))
             place = _Place(instance, _vacate)
             place.key, place.home = id(instance), weakref.ref(self)
-            runner = Runner(target, self.options, _name_of(self.__wrapped__))
-            place.method = GraphedMethod(self.__dict__, runner)
+            place.method = GraphedMethod(self, instance)
             # A finaliser may have come first on this very thread: then its runner stays.
             standing = self._places.get(place.key)
             if standing is not None and standing() is instance:
@@ -262,18 +273,14 @@ class GraphedFunction(_Controls, Generic[P, R]):
             self._places[place.key] = place
             return place
 
-    def _weakly(self, instance: Any) -> WeakMethod:
-        try:
-            return WeakMethod(instance, self.__wrapped__)
-        except TypeError as error:
-            kind, method = type(instance).__qualname__, self.__name__
-            raise TypeError(
-                f"{_name_of(self.__wrapped__)}: graphs are kept per instance and die with it, and instances of "
-                f"`{kind}` cannot be weakly referenced.\n"
-                f'  write: add "__weakref__" to the `__slots__` of `{kind}` (a dataclass: weakref_slot=True), or\n'
-                f"         graph the bound method of one instance yourself, "
-                f"graphify({kind}.{method}.__wrapped__.__get__(instance))"
-            ) from error
+    def _refuse(self, cls: type) -> NoReturn:
+        kind = cls.__qualname__
+        raise TypeError(
+            f"{_name_of(self)}: graphs are kept per instance and die with it, and instances of `{kind}` cannot be "
+            f"weakly referenced.\n"
+            f'  write: add "__weakref__" to the `__slots__` of `{kind}` (a dataclass: weakref_slot=True), or graph\n'
+            f"         one instance's method by hand: graphify({kind}.{self.__name__}.__wrapped__.__get__(instance))"
+        )
 
     def __copy__(self) -> GraphedFunction[P, R]:
         return self  # as functions are
@@ -288,7 +295,7 @@ class GraphedFunction(_Controls, Generic[P, R]):
         return GraphedFunction, (self.__wrapped__, travelling(self.options))
 
     def __repr__(self) -> str:
-        return f"<graphed {_name_of(self.__wrapped__)}>"
+        return f"<graphed {_name_of(self)}>"
 
 
 class GraphedOnClass(GraphedFunction[P, R], Generic[P, Q, R]):
@@ -301,13 +308,15 @@ class GraphedOnClass(GraphedFunction[P, R], Generic[P, Q, R]):
     @overload  # type checkers bind no class methods where a descriptor is in play
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owner = self._owner() if self._owner is not None else None
-        if args and owner is not None and isinstance(args[0], owner):
+        if is_dynamo_compiling():
+            return self.__wrapped__(*args, **kwargs)
+        owners = [owner for known in self._owners if (owner := known()) is not None]
+        if args and isinstance(args[0], tuple(owners)):
             return bind(self, args[0])(*args[1:], **kwargs)
         return self.runner(*args, **kwargs)
 
     def _controlled(self) -> Runner:
-        name = _name_of(self.__wrapped__)
+        name = _name_of(self)
         raise TypeError(f"`{name}` has graphs per instance.\n  write: instance.{self.__name__}.stats(), ...")
 
 

@@ -222,7 +222,10 @@ class Survey:
             self._add_all(Place(held, key, "field", f"{name}.{key}") for key in list(held))
             self._seen[id(held)] = held
         self._size(state["_modules"], name)
-        self.hooks += [(state[h], len(state[h]), f"{name}.{h}") for h in _HOOKS if h in state]
+        for hooks, label in ((state[h], f"{name}.{h}") for h in _HOOKS if h in state):
+            self.hooks.append((hooks, len(hooks), label))
+            for hook in hooks.values():
+                self._reach(hook, label)
         self._walk_object(module, name)
 
     def _walk_object(self, value: Any, name: str) -> None:

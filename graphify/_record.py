@@ -13,7 +13,7 @@ from torch import Tensor
 from ._code import Executed, line_of
 from ._guards import Guard, find_place
 from ._inputs import StaticInputs
-from ._layout import family_key
+from ._layout import family_key, is_dense
 from ._places import MISSING, Change, Place, Survey
 from ._pool import GraphPool
 from ._results import ResultPlan, lending
@@ -25,7 +25,7 @@ from ._watch import Watch, watching
 from .backends.base import STALE, Backend, Recording
 from .errors import CaptureError, StaleOutputError
 
-__all__ = ["Call", "Graph", "NeedsGradError", "Setting", "needs_grad", "record"]
+__all__ = ["Call", "Graph", "NeedsGradError", "Order", "Setting", "needs_grad", "record"]
 
 _ONCE = "Python runs when a graph is recorded; a replay repeats device work only"
 
@@ -50,6 +50,15 @@ class Call(NamedTuple):
         """The arguments that are compared by identity, with their paths."""
         consts = self.consts
         return [(self.tree.const_paths[i], consts[i]) for i in self.tree.opaque]
+
+
+class Order(NamedTuple):
+    """What to record: a call, the specs of its tensors, where, and which host scalars become tensors."""
+
+    call: Call
+    specs: Sequence[TensorSpec]
+    device: torch.device
+    staged: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -129,43 +138,36 @@ def needs_grad(result: Any, watch: Watch) -> bool:
 
 def record(
     setting: Setting,
-    call: Call,
-    specs: Sequence[TensorSpec],
-    device: torch.device,
+    order: Order,
     known: Executed,
     generators: Sequence[torch.Generator],
-    staged: frozenset[int] = frozenset(),
+    undo: UndoLog | None = None,
 ) -> tuple[Graph, Guard]:
     """Record one call; its device work happens at the first replay. Call inside the backend's scope.
+
+    `undo` notes what the recording run writes where that run is real; the caller then rolls it back.
 
     Raises:
         CaptureError: the run cannot be a graph; Python state and random streams are as before.
         NeedsGradError: the results need gradients.
     """
-    return _Session(setting, call, specs, device, known, staged).graph(generators)
+    return _Session(setting, order, known, undo).graph(generators)
 
 
 class _Session:
     """The state of one recording while it is made."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        call: Call,
-        specs: Sequence[TensorSpec],
-        device: torch.device,
-        known: Executed,
-        staged: frozenset[int],
-    ) -> None:
+    def __init__(self, setting: Setting, order: Order, known: Executed, undo: UndoLog | None) -> None:
+        call, specs, device, staged = order
         self.setting, self.call, self.device, self.known = setting, call, device, known
         self.before = Survey(setting.roots(call), known)
         self.host = HostRandomness(device)
         self.inputs = StaticInputs(call.tensors, specs, device, staged)
         self.layouts = [_metadata(t) for t in self.inputs.tensors]
-        self.undo = UndoLog()
+        self.undo = undo or UndoLog()
         # Only a backend whose recording run is real needs the log: on a device a copy would be captured.
-        undo = self.undo if setting.backend.runs_live else None
-        self.watch = Watch(device, given=self.inputs.tensors, strict=True, undo=undo)
+        log = self.undo if setting.backend.runs_live else None
+        self.watch = Watch(device, given=self.inputs.tensors, strict=True, undo=log)
         self.arguments = call.tree.rebuild(self.inputs.tensors, call.consts)
         self.executed = Executed()
         self.after: Survey | None = None
@@ -306,6 +308,12 @@ class _Session:
         statics = enumerate(self.inputs.tensors)
         graph.mutated = [(i, t) for i, t in statics if family_key(t) in written]
         for path, static in zip(self.call.tree.tensor_paths, self.inputs.tensors, strict=True):
+            if family_key(static) in self.watch.restrided and not is_dense(static):
+                raise CaptureError(
+                    f"`{path}` is viewed by `as_strided`, and its elements lie apart",
+                    why="the memory between them is the caller's, and a graph has a copy of the elements only",
+                    fix=f"pass `{path}.contiguous()`, or the whole tensor that it is a part of",
+                )
             if family_key(static) in written and static.device.type != self.device.type:
                 self._refuse_host_write(f"the {static.device.type} tensor `{path}`")
         for key, tensor in outside.items():

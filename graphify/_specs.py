@@ -116,21 +116,7 @@ def matcher_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     check: Callable[..., bool] = guards(
         *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     ).check
-    return check if torch.is_grad_enabled() else _with_flags(check, tensors)
-
-
-def _with_flags(check: Callable[..., bool], tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Without grad mode torch's test cannot see `requires_grad`, and in inference mode no inference tensors."""
-    graded, inference = [t.requires_grad for t in tensors], [t.is_inference() for t in tensors]
-
-    def match(*others: Tensor) -> bool:
-        return (
-            check(*others)
-            and [t.requires_grad for t in others] == graded
-            and [t.is_inference() for t in others] == inference
-        )
-
-    return match
+    return check
 
 
 def _tensor_guards() -> Any:

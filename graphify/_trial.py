@@ -13,7 +13,10 @@ import torch
 from ._places import Survey
 from ._undo import UndoLog
 
-__all__ = ["HostRandomness", "trial"]
+__all__ = ["HostRandomness", "Snapshot", "trial"]
+
+
+_LIMIT = 256 * 2**20
 
 
 class Streams(Protocol):
@@ -51,22 +54,41 @@ class HostRandomness:
             write(state)
 
 
+class Snapshot:
+    """What `undo` puts back: memory written through a `Watch` that has the `log`, random streams, Python state.
+
+    Tensors above 256 MiB are not copied; the log lists those that a run wrote.
+    """
+
+    def __init__(
+        self, streams: Streams, device: torch.device, survey: Survey, generators: Sequence[torch.Generator]
+    ) -> None:
+        self.log = UndoLog(limit=_LIMIT)
+        self._streams, self._survey = streams, survey
+        self._host, self._state = HostRandomness(device), streams.rng_state(generators)
+        leaves = (t for _, t in survey.tensors() if t.is_leaf and t.requires_grad)
+        self._grads = [(t, t.grad) for t in leaves]
+
+    def undo(self) -> None:
+        """Put everything back."""
+        self.log.rollback()
+        self._survey.restore()
+        for tensor, grad in self._grads:
+            tensor.grad = grad
+        self._streams.set_rng_state(self._state)
+        self._host.restore()
+
+
 @contextmanager
 def trial(
     streams: Streams, device: torch.device, survey: Survey, generators: Sequence[torch.Generator] = ()
 ) -> Iterator[UndoLog]:
     """Undo what the body does, on the device and in Python; give the log to the body's `Watch`."""
-    log, host, state = UndoLog(), HostRandomness(device), streams.rng_state(generators)
-    grads = [(t, t.grad) for _, t in survey.tensors() if t.is_leaf and t.requires_grad]
+    snapshot = Snapshot(streams, device, survey, generators)
     try:
-        yield log
+        yield snapshot.log
     finally:
-        log.rollback()
-        survey.restore()
-        for tensor, grad in grads:
-            tensor.grad = grad
-        streams.set_rng_state(state)
-        host.restore()
+        snapshot.undo()
 
 
 def _equal(left: Any, right: Any) -> bool:

@@ -21,6 +21,10 @@ __all__ = ["Watch", "watching"]
 T = TypeVar("T")
 
 aten = torch.ops.aten
+_RESTRIDING = {
+    getattr(aten, name).default
+    for name in ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
+}
 _BORN = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 
 
@@ -51,6 +55,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.offences: list[CaptureError] = []
         self.outside: dict[int, Tensor] = {}
         self.written: set[int] = set()
+        self.restrided: set[int] = set()
         self.born: set[int] = set()
         self.generators: dict[int, torch.Generator] = {}
         self.draws = False
@@ -111,9 +116,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.born.add(key)
             elif key not in self.born and key not in self.given:
                 self.outside.setdefault(key, tensor)
+        if func in _RESTRIDING:
+            self.restrided.add(family_key(inputs[0]))
         for tensor in writes_of(func, args, kwargs):
             self.written.add(family_key(tensor))
-            if self.undo is not None:
+            if self.undo is not None and family_key(tensor) not in self.born:
                 self.undo.before_write(tensor)
 
     def _note_results(self, func: Any, result: Any) -> None:
@@ -131,10 +138,18 @@ def watching(watch: Watch, listen: Callable[[Callable[[str], None]], Any]) -> It
 
     With autocast's cache on, a captured cast would be reused after the weight it came from has changed.
     """
-    cached = torch.is_autocast_cache_enabled()
+    with listen(watch.host_read), watch.executed.following(), _fresh_casts(watch.device), watch:
+        yield watch
+
+
+@contextmanager
+def _fresh_casts(device: torch.device) -> Iterator[None]:
+    """Autocast without its cache, where autocast is on; elsewhere compiled code would see a changed switch."""
+    if not any(map(torch.is_autocast_enabled, {"cpu", device.type})) or not torch.is_autocast_cache_enabled():
+        yield
+        return
     torch.set_autocast_cache_enabled(False)
     try:
-        with listen(watch.host_read), watch.executed.following(), watch:
-            yield watch
+        yield
     finally:
-        torch.set_autocast_cache_enabled(cached)
+        torch.set_autocast_cache_enabled(True)

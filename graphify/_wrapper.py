@@ -17,6 +17,7 @@ from ._options import Options, disabled, switched_off
 from ._pool import GraphPool
 from ._record import Call, Setting
 from ._signature import ambient_reader, inactive, overlap
+from ._tree import tree_of
 from .backends import backend_for
 from .backends.base import Backend
 from .errors import GraphifyError, InputError
@@ -73,7 +74,7 @@ class Runner:
             key = (self._ambient(), tokens, table.specs(tensors), overlap(tensors))
             entry = self._last
             if (
-                entry.table is not table
+                entry.tree is not table.tree
                 or entry.key != key
                 or not entry.holds()
                 or (entry.admits is not None and not entry.admits(tensors))
@@ -207,12 +208,13 @@ class _Nowhere(Table):
     """The table of no call at all."""
 
     def __init__(self) -> None:
+        self.tree = tree_of((), ())
         self.unpack = lambda values: None
         self.entries = {}
 
 
 _NO_TABLE = _Nowhere()
-_NO_ENTRY = Entry(_Nowhere(), None, None)
+_NO_ENTRY = Entry(_NO_TABLE.tree, None, None)
 
 
 def _start_empty() -> None:

@@ -95,6 +95,27 @@ FUNCTIONS: list[Callable[..., Any]] = [
     functools.partial(keyword_only, k=1),
 ]
 
+RIGHT: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
+    (functools.partial(everything, 1, 2, 3, 4, 5, z=6), (7, 8), {"d": 9}),
+    (functools.partial(everything, 1, 2, 3, 4, 5, z=6), (), {"d": 9, "z": 10, "y": 11}),
+    (functools.partial(everything, a=1), (2, 3), {"d": 4}),
+    (functools.partial(everything, 1, b=2), (), {"d": 4, "c": 5}),
+    (functools.partial(torch.no_grad()(functools.partial(everything, 1, c=7)), 2, d=4), (), {"e": 6}),
+    (torch.no_grad()(functools.partial(plain, mask=2)), (1,), {}),
+    (functools.partial(Net().frozen, y=3), (1,), {}),
+    (clashing, (1, 2), {"tuple": 3, "v0": 4, "bind": 5}),
+    (same_names, (1, 2, 3), {"more": 4, "others": 5}),
+]
+
+
+@pytest.mark.parametrize(("fn", "args", "kwargs"), RIGHT)
+def test_a_right_call_gives_the_functions_own_result(fn: Any, args: Any, kwargs: Any) -> None:
+    """What a partial holds and what the call adds meet as they do in the function."""
+    binder = binder_of(fn)
+
+    assert binder.call(fn, binder.bind(*args, **kwargs)) == fn(*args, **kwargs)
+
+
 names = st.sampled_from(
     ["a", "b", "c", "d", "e", "x", "y", "k", "j", "mask", "scale", "z", "fn", "args", "kwargs", "self"]
 )

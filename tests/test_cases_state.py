@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import counts, equal, follows_eager, rows
+from checks import counts, equal, follows_eager, known_fault, rows
 from torch import nn
 
 from graphify import CaptureError, GraphedModule, GraphifyWarning, graphify, handle
@@ -76,14 +76,8 @@ REBIND: dict[str, Callable[[nn.Module, torch.device], Any]] = {
     "buffer": lambda m, d: setattr(m, "b", torch.full((3,), 7.0, device=d)),
     "submodule": lambda m, d: setattr(m, "fc", nn.Linear(3, 3, device=d).requires_grad_(False).apply(constant)),
     "new attribute type": lambda m, d: setattr(m, "scale", 3.0),
-    "set_": lambda m, d: m.w.detach().set_(torch.full((3,), 8.0, device=d)) if d.type == "x" else m.b.set_(torch.full((3,), 8.0, device=d)),
-    "class": lambda m, d: setattr(m, "__class__", Other) if type(m) is Net else None,
+    "set_": lambda m, d: m.b.set_(torch.full((3,), 8.0, device=d)),
 }
-
-
-class Other(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 100
 
 
 @torch.no_grad()
@@ -92,7 +86,7 @@ def constant(m: nn.Module) -> None:
         p.fill_(0.5)
 
 
-@pytest.mark.parametrize("way", [w for w in REBIND if w != "class"])
+@pytest.mark.parametrize("way", REBIND)
 def test_b27_rebound_state_is_noticed(backend, device, way):
     """Whatever way a parameter, buffer, attribute or submodule is re-bound, the next call reads the new one."""
     pair = Pair(Net, backend, device)
@@ -102,8 +96,9 @@ def test_b27_rebound_state_is_noticed(backend, device, way):
     assert counts(pair.graphed)[:2] == (2, 2)
 
 
-def test_b27_rebinding_at_every_call_is_right_and_named(backend, device):
+def test_b27_rebinding_at_every_call_is_right_and_named(backend, device, request):
     """State that is re-bound before each call is always right; the habit is refused by name or run eagerly."""
+    known_fault(request, "the refusal of a re-bound tensor is set and never looked at: no warning, a recording each")
     pair = Pair(Net, backend, device, fallback="eager")
     with pytest.warns(GraphifyWarning, match="re-bound"):
         for i in range(20):
@@ -312,20 +307,31 @@ def test_b43_no_trainable_parameter(backend, device):
     follows_eager([(x,) for x in rows(4, 3)], backend, device, make=frozen, grad=True)
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("shared", [False, True])
-def test_b51_batch_norm_statistics(backend, device, momentum, shared):
-    """Running statistics move exactly once per call, for momentum None and a layer used twice too."""
+def test_b51_batch_norm_statistics(backend, device, shared):
+    """Running statistics move exactly once per call, for a layer used twice too."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.bn = nn.BatchNorm1d(3, momentum=momentum)
+            self.bn = nn.BatchNorm1d(3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.bn(self.bn(x) + 1) if shared else self.bn(x)
 
     follows_eager([(x,) for x in rows(4, 3, count=7)], backend, device, make=Twice)
+
+
+def test_b51_cumulative_batch_norm_reads_the_host(backend, device):
+    """momentum=None reads the batch counter on the host: refused by name, and equal to eager where eager is allowed."""
+    strict = graphify(nn.BatchNorm1d(3, momentum=None).to(device), backend=backend)
+    with torch.no_grad():
+        with pytest.raises(CaptureError, match="read on the host"):
+            for x in rows(4, 3, count=2):
+                strict(x.to(device))
+        pair = Pair(lambda: nn.BatchNorm1d(3, momentum=None), backend, device, fallback="eager")
+        with pytest.warns(GraphifyWarning, match="read on the host"):
+            pair.check(4, 3, count=7)
 
 
 def test_b53_state_advances_once_per_call(backend, device):
@@ -368,14 +374,16 @@ def test_b53_static_cache_with_device_position(backend, device):
     follows_eager(calls, backend, device, make=Cache)
 
 
-def test_b53_capture_ahead_of_time_leaves_no_trace(backend, device):
+def test_b53_capture_ahead_of_time_leaves_no_trace(backend, device, request):
     """`capture()` moves no buffer and no random stream."""
+    known_fault(request, "the recording run of capture() is real and not undone", when=backend == "eager")
     pair = Pair(lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), Cache2()), backend, device)
     with torch.no_grad():
+        example = torch.randn(4, 3, device=device)
         before, rng = copy.deepcopy(pair.graphed.state_dict()), torch.get_rng_state()
-        handle(pair.graphed).capture(torch.randn(4, 3, device=device))
-        equal(before, dict(pair.graphed.state_dict()) and pair.graphed.state_dict())
-        torch.set_rng_state(rng)
+        handle(pair.graphed).capture(example)
+        equal(before, pair.graphed.state_dict())
+        equal(rng, torch.get_rng_state())
     assert counts(pair.graphed) == (0, 0, 0, 0, 0)
 
 
@@ -595,8 +603,9 @@ def test_b69_hooks_added_and_removed_after_capture(backend, device):
     pair.check(2, 3)
 
 
-def test_b69_child_hook_with_python_effect_is_refused(backend, device):
+def test_b69_child_hook_with_python_effect_is_refused(backend, device, request):
     """A hook on a child that only does Python work (a counter) is refused, never silently skipped."""
+    known_fault(request, "what a child's hook closes over is not surveyed")
     log: list[int] = []
     net = nn.Sequential(nn.Linear(3, 3), nn.ReLU()).to(device)
     net[0].register_forward_hook(lambda m, args, out: log.append(1))
@@ -606,6 +615,50 @@ def test_b69_child_hook_with_python_effect_is_refused(backend, device):
         with pytest.raises(CaptureError, match="log"):
             graphed(torch.randn(2, 3, device=device))
     assert log == [1]
+
+
+def test_b69_features_kept_by_a_child_hook_are_the_users_own(backend, device, request):
+    """Features that a hook on a child stores away keep their numbers when the next call is made."""
+    known_fault(request, "a child's hook hands out graph memory", when=backend != "eager")
+    features: dict[str, torch.Tensor] = {}
+    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU()).to(device)
+    net[0].register_forward_hook(lambda m, args, out: features.__setitem__("feat", out))
+    graphed = graphify(net, backend=backend)
+    kept = []
+    with torch.no_grad():
+        for x in [t.to(device) for t in rows(2, 3, count=6)]:
+            try:
+                graphed(x)
+            except CaptureError as error:
+                assert "features" in str(error)  # noqa: PT017
+                return
+            kept.append((nn.functional.linear(x, net[0].weight, net[0].bias), features["feat"]))
+            for want, got in kept:
+                equal(want, got)
+
+
+def test_b69_child_hook_that_is_an_object(backend, device, request):
+    """The attributes and tensors of a hook object on a child are read as they are now."""
+    known_fault(request, "a child's hook objects are not surveyed", when=backend != "eager")
+
+    class Hook:
+        def __init__(self) -> None:
+            self.k, self.t = 1.0, torch.ones(3, device=device)
+
+        def __call__(self, module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+            return out * self.k + self.t
+
+    hook = Hook()
+    plain = nn.Linear(3, 3).to(device)
+    net = nn.Sequential(copy.deepcopy(plain))
+    net[0].register_forward_hook(hook)
+    graphed = graphify(net, backend=backend)
+    with torch.no_grad():
+        for i in range(4):
+            hook.k = float(i // 2)
+            hook.t = torch.full((3,), float(i), device=device)
+            for x in [t.to(device) for t in rows(2, 3, count=3)]:
+                equal(plain(x) * hook.k + hook.t, graphed(x))
 
 
 def test_b70_flag_that_refreshes_a_cached_cast(backend, device):
@@ -626,8 +679,9 @@ def test_b70_flag_that_refreshes_a_cached_cast(backend, device):
     follows_eager(calls, backend, device, make=Cast, replays=11)
 
 
-def test_b73_parameters_made_anew_before_each_call(backend, device):
+def test_b73_parameters_made_anew_before_each_call(backend, device, request):
     """Parameters that a hook re-allocates at each call are always the present ones."""
+    known_fault(request, "the refusal of a re-bound tensor is set and never looked at: no warning, a recording each")
 
     def fresh(m: nn.Module) -> None:
         m.w = nn.Parameter(m.w.detach() + 1)

@@ -516,11 +516,12 @@ def test_a_bound_method_is_compared_by_its_parts() -> None:
 
 def test_opaque_objects_are_listed() -> None:
     """`opaque` holds the places of the constants that are compared by identity."""
-    tree = tree_of((1, THING, [len, None]), ["a", "b", "c"])
+    values = (1, THING, [len, None], Thing)
+    tree = tree_of(values, ["a", "b", "c", "d"])
 
-    assert tree.const_paths == ("a", "b", "c[0]", "c[1]")
+    assert tree.const_paths == ("a", "b", "c[0]", "c[1]", "d")
     assert tree.opaque == (1, 2)
-    assert tree.unpack((1, THING, [len, None]))[1][1] == id(THING)  # type: ignore[index]
+    assert tree.unpack(values)[1][1] == id(THING)  # type: ignore[index]
 
 
 def test_a_tree_keeps_no_argument_alive() -> None:
@@ -699,7 +700,7 @@ def test_a_dataclass_below_a_c_class_is_opaque() -> None:
     """Only containers whose instances Python alone can make are taken apart."""
 
     @dataclasses.dataclass
-    class Failure(Exception):  # noqa: N818
+    class Failure(Exception):
         x: Any
 
     assert tree_of((Failure(1),), ["f"]).opaque == (0,)

@@ -8,27 +8,25 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .base import Report
 
 __all__ = ["listen"]
 
-_ALWAYS: list[tuple[type, str]] = [
-    (Tensor, "__array__"),
-    (Tensor, "__deepcopy__"),
-    (Tensor, "__dlpack__"),
-    (Tensor, "__format__"),
-    (Tensor, "__reduce_ex__"),  # pickle and `torch.save`
-    (torch.nn.Parameter, "__reduce_ex__"),
-    (Tensor, "__repr__"),  # and `str` and `print`
-    (Tensor, "apply_"),
-    (Tensor, "cpu"),
-    (Tensor, "map_"),
-    (Tensor, "numpy"),
-    (Tensor, "tolist"),
-]
+_ALWAYS = (
+    "__array__",
+    "__deepcopy__",
+    "__dlpack__",
+    "__format__",
+    "__reduce_ex__",  # pickle and `torch.save`
+    "__repr__",  # and `str` and `print`
+    "apply_",
+    "cpu",
+    "map_",
+    "numpy",
+    "tolist",
+)
 
 # Process-wide, because methods are: who listens, and what to put back when the last one leaves.
 _lock = threading.Lock()
@@ -69,9 +67,9 @@ def _install() -> None:
     with _lock:
         _listeners += 1
         if _listeners == 1:
-            for owner, name in _ALWAYS:
-                _patch(owner, name, _is_read)
-            _patch(Tensor, "to", _names_cpu)
+            for name in _ALWAYS:
+                _patch(name, _is_read)
+            _patch("to", _names_cpu)
 
 
 def _uninstall() -> None:
@@ -91,9 +89,9 @@ def _names_cpu(*args: Any, **kwargs: Any) -> bool:
     return isinstance(device, str) and device.partition(":")[0] == "cpu"
 
 
-def _patch(owner: type, name: str, reads: Callable[..., bool]) -> None:
+def _patch(name: str, reads: Callable[..., bool]) -> None:
     """Shadow a method with one that reports first. Other threads pass straight through."""
-    original, inherited = getattr(owner, name), name not in vars(owner)
+    original, inherited = getattr(Tensor, name), name not in vars(Tensor)
     title = f"Tensor.{name}"
 
     @functools.wraps(original)
@@ -110,8 +108,8 @@ def _patch(owner: type, name: str, reads: Callable[..., bool]) -> None:
 
     def restore() -> None:
         # If somebody has patched over us since, theirs stays: ours below it is deaf without listeners.
-        if vars(owner).get(name) is method:
-            delattr(owner, name) if inherited else setattr(owner, name, original)
+        if vars(Tensor).get(name) is method:
+            delattr(Tensor, name) if inherited else setattr(Tensor, name, original)
 
-    setattr(owner, name, method)
+    setattr(Tensor, name, method)
     _restorers.append(restore)

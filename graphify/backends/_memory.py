@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from .._undo import below
 from .base import STALE, Copy, Recording, Replay
 
-__all__ = ["Slot", "SpoiledLoan", "copier", "copying", "is_oom", "spoil", "whole"]
+__all__ = ["Slot", "SpoiledLoan", "copier", "copying", "holders", "is_oom", "spoil", "whole"]
 
 
 _CLOSED = "_graphify_closed"
@@ -119,6 +120,19 @@ class Slot:
         for dim in self._repeated:
             tensor = tensor.narrow(dim, 0, 1)
         return tensor
+
+
+def holders(storage_key: int) -> int:
+    """How many tensors hold the storage with this `_cdata`, Python's own wrapper of it left out."""
+    return torch._C._storage_Use_Count(storage_key) - _wrappers()
+
+
+@functools.cache
+def _wrappers() -> int:
+    """What the wrapper adds to the count, which depends on torch's version."""
+    with below():
+        storage = torch.empty(1).untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 _INTEGERS = frozenset(

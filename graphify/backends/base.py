@@ -52,6 +52,8 @@ class Recording(Protocol):
 
     nodes: int
     bytes: int
+    ran: bool
+    """Whether the recorded run itself did the work of the next replay, which then does nothing."""
 
     def replay(self) -> None:
         """Repeat the work, in the order and on the memory of the recorded run."""

@@ -75,6 +75,7 @@ class CudaRecording:
         self.graph: torch.cuda.CUDAGraph | None = graph
         self.nodes = nodes
         self.bytes = size
+        self.ran = False
         self.replay: Callable[[], None] = graph.replay if nodes else _nothing
 
     def close(self) -> None:
@@ -148,7 +149,7 @@ class CudaBackend:
 
     def busy(self) -> bool:
         """Whether the current stream is being captured by somebody else."""
-        return torch.cuda.is_current_stream_capturing()
+        return bool(_initialized() and torch.cuda.is_current_stream_capturing())
 
     @contextmanager
     def scope(self, device: torch.device) -> Iterator[None]:
@@ -310,6 +311,7 @@ def _reserved(pool: CudaPool) -> int:
     return sum(int(segment["total_size"]) for segment in segments)
 
 
+_initialized: Callable[[], bool] = torch.cuda.is_initialized
 _raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )

@@ -7,7 +7,6 @@ of one pool spoil each other's memory where a device would reuse it. See `TapePo
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 import threading
@@ -23,7 +22,7 @@ from torch import Tensor
 from .._undo import below
 from ..errors import CaptureError, GraphifyError
 from ._host_reads import listen
-from ._memory import SpoiledLoan, copying, is_oom, spoil, whole
+from ._memory import SpoiledLoan, copying, holders, is_oom, spoil, whole
 from ._rng import RngState, rng_state, set_rng_state
 from ._tape_record import Recorder
 from ._tape_steps import Step
@@ -49,6 +48,7 @@ class TapeRecording:
 
     def __init__(self, recorder: Recorder) -> None:
         self.nodes = len(recorder.steps)
+        self.ran = False
         self.memory = {key: whole(t.untyped_storage(), t.dtype) for key, t in recorder.owned.items()}
         self.bytes = sum(flat.nbytes for flat in self.memory.values())
         # Aliases count as holders of a storage, so the tape must know exactly how many are its own.
@@ -117,24 +117,11 @@ class TapePool:
         members = list(self._members)
         pins = sum((recording.pins for recording in (*members, new)), Counter[int]())
         for old in members:
-            dead = frozenset(key for key in old.memory if _holders(key) <= pins[key])
+            dead = frozenset(key for key in old.memory if holders(key) <= pins[key])
             if dead:
                 new.spoils[old] = dead
                 old.spoils[new] = frozenset(new.memory)
         self._members.add(new)
-
-
-def _holders(key: int) -> int:
-    """How many tensors hold a storage."""
-    return torch._C._storage_Use_Count(key) - _wrappers()
-
-
-@functools.cache
-def _wrappers() -> int:
-    """What Python's own wrapper of a storage adds to its count, which depends on torch's version."""
-    with below():
-        storage = torch.empty(1).untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)
 
 
 class TapeBackend:

@@ -17,13 +17,13 @@ small random programs and `call_sequences(program)` calls for one; graphify's ow
         assert_matches_eager(make=program.make, calls=calls, loud_ok=True)
 """
 
+from ._changes import Changes as Changes
 from ._data import Data as Data, Rows as Rows, make_tensor as make_tensor
 from ._grammar import programs as programs
 from ._matching import assert_matches_eager as assert_matches_eager
 from ._programs import Input as Input, Program as Program, State as State
 from ._sequences import (
     Ambient as Ambient,
-    Changes as Changes,
     Latest as Latest,
     Spoil as Spoil,
     call_sequences as call_sequences,

@@ -15,7 +15,7 @@ __all__ = ["Comparison", "held_by", "tensor_differences"]
 
 _SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ATOMS = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
-_SCHEMA = ("dtype", "device", "layout", "shape", "requires_grad", "is_leaf")
+_SCHEMA = ("dtype", "device", "layout", "shape", "requires_grad")
 
 
 class Comparison:
@@ -70,7 +70,7 @@ class Comparison:
         if eager is graphed or not self._first_time(eager, graphed):
             return
         self.differences += [f"{path}: {text}" for text in tensor_differences(eager, graphed)]
-        if eager.is_leaf and graphed.is_leaf and (eager.grad is not None or graphed.grad is not None):
+        if _is_leaf(eager) and _is_leaf(graphed) and (eager.grad is not None or graphed.grad is not None):
             self.walk(f"{path.removesuffix(self.suffix)}.grad", eager.grad, graphed.grad)
 
     def _mappings(self, path: str, eager: Mapping[Any, Any], graphed: Mapping[Any, Any]) -> None:
@@ -123,8 +123,8 @@ def tensor_differences(eager: Tensor, graphed: Tensor) -> list[str]:
         for name in _SCHEMA
         if getattr(eager, name) != getattr(graphed, name)
     ]
-    for name in ("is_inference", "is_conj", "is_neg"):
-        left, right = getattr(eager, name)(), getattr(graphed, name)()
+    marks = [(name, getattr(eager, name)(), getattr(graphed, name)()) for name in ("is_inference", "is_conj", "is_neg")]
+    for name, left, right in [*marks, ("is_leaf", _is_leaf(eager), _is_leaf(graphed))]:
         if left != right:
             found.append(f"{name}: eager {left}, graphed {right}")
     if type(eager) is not type(graphed):
@@ -134,6 +134,13 @@ def tensor_differences(eager: Tensor, graphed: Tensor) -> list[str]:
     if eager.stride() != graphed.stride():
         found.append(f"stride: eager {eager.stride()}, graphed {graphed.stride()}")
     return found + list(_value_differences(eager, graphed))
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # torch does not say, for one of several views of a base that was written since
+        return False
 
 
 def _value_differences(eager: Tensor, graphed: Tensor) -> Iterator[str]:

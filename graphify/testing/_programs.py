@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ._strategies import Pair, Record
 
-__all__ = ["Input", "Program", "State", "place_of", "render"]
+__all__ = ["Input", "Place", "Program", "State", "render"]
 
 
 class Input(NamedTuple):
@@ -114,7 +114,7 @@ def _lines(lines: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-class place_of:
+class Place:
     """Where a twin keeps a named part of its state: an attribute, a closure cell or a global."""
 
     def __init__(self, twin: Any, name: str) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
-from ._data import Data, Rows, fits, make_tensor
-from ._programs import Input, Program, State, place_of
+from ._changes import Change, Changes, changes_of
+from ._data import Data, Rows, fits
+from ._programs import Input, Program
 from ._strategies import Pair, Record, need_hypothesis
 from ._twins import Call
 from ._worlds import Late, World, reachable
@@ -20,9 +20,7 @@ from ._worlds import Late, World, reachable
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
 
-__all__ = ["Ambient", "Changes", "Latest", "Spoil", "call_sequences"]
-
-Change = tuple[Any, ...]
+__all__ = ["Ambient", "Latest", "Spoil", "call_sequences"]
 
 
 @dataclass(frozen=True)
@@ -38,109 +36,6 @@ class Ambient:
         casting = torch.autocast(self.autocast, torch.bfloat16) if self.autocast else contextlib.nullcontext()
         with mode, casting:
             yield
-
-
-@dataclass(frozen=True)
-class Changes:
-    """What happens to a twin before a call; each change is a verb, a name and values."""
-
-    changes: tuple[Change, ...]
-
-    def __call__(self, twin: Any) -> None:
-        for verb, name, *values in self.changes:
-            _VERBS[verb](twin, name, *values)
-
-
-def _like(tensor: Tensor, seed: int) -> Tensor:
-    return make_tensor(tuple(tensor.shape), tensor.dtype, seed=seed).to(tensor.device)
-
-
-def _set(twin: Any, name: str, value: object) -> None:
-    place_of(twin, name).set(value)
-
-
-def _put(twin: Any, name: str, key: Any, value: object) -> None:
-    place_of(twin, name).get()[key] = value
-
-
-def _field(twin: Any, name: str, key: str, value: object) -> None:
-    setattr(place_of(twin, name).get(), key, value)
-
-
-def _put_tensor(twin: Any, name: str, key: Any, seed: int) -> None:
-    held = place_of(twin, name).get()
-    held[key] = _like(held[key], seed)
-
-
-def _copy(twin: Any, name: str, seed: int) -> None:
-    held = place_of(twin, name).get()
-    with torch.inference_mode():
-        held.copy_(_like(held, seed))
-
-
-def _rebind(twin: Any, name: str, seed: int) -> None:
-    place = place_of(twin, name)
-    place.set(_like(place.get(), seed))
-
-
-def _weights(twin: Any, name: str, seed: int) -> None:
-    with torch.no_grad():
-        for parameter in place_of(twin, name).get().parameters():
-            parameter.copy_(_like(parameter, seed))
-
-
-def _assign(twin: Any, name: str, seed: int) -> None:
-    module = place_of(twin, name).get()
-    fresh = {key: _like(held, seed).abs() for key, held in module.state_dict().items()}
-    module.load_state_dict(fresh, assign=True)
-
-
-def _data(twin: Any, name: str, seed: int) -> None:
-    for parameter in place_of(twin, name).get().parameters():
-        parameter.data = _like(parameter, seed)
-
-
-def _parameter(twin: Any, name: str, seed: int) -> None:
-    for module in place_of(twin, name).get().modules():
-        for key, held in list(module.named_parameters(recurse=False)):
-            setattr(module, key, nn.Parameter(_like(held, seed)))
-
-
-def _train(twin: Any, name: str, mode: bool) -> None:
-    (place_of(twin, name).get() if name else twin).train(mode)
-
-
-def _freeze(twin: Any, name: str, freeze: bool) -> None:
-    place_of(twin, name).get().requires_grad_(not freeze)
-
-
-def _seed(twin: Any, name: str, seed: int) -> None:
-    torch.manual_seed(seed)
-
-
-_VERBS: dict[str, Callable[..., None]] = {
-    "set": _set,
-    "put": _put,
-    "field": _field,
-    "put_tensor": _put_tensor,
-    "copy": _copy,
-    "rebind": _rebind,
-    "weights": _weights,
-    "assign": _assign,
-    "data": _data,
-    "parameter": _parameter,
-    "train": _train,
-    "freeze": _freeze,
-    "seed": _seed,
-}
-
-_PLAIN: dict[str, tuple[object, ...]] = {
-    "float": (2.0, -1.0, 0.5),
-    "flag": (False, True),
-    "word": ("b", "a"),
-    "pair": ((1.0, 3.0), (0.5, 2.0)),
-    "counter": (10, 0),
-}
 
 
 @dataclass(frozen=True)
@@ -284,27 +179,9 @@ class _Drawer:
         if "(nn.Module)" in self.program.source:
             found += [("train", "", False), ("train", "", True)]
         for item in self.program.state:
-            found += self._changes_of(item)
+            found += changes_of(item, self.new_seed())
         count = self.choose([1, 1, 2])
         return Changes(tuple(self.choose(found[::-1]) for _ in range(count)))
-
-    def _changes_of(self, item: State) -> list[Change]:
-        seed = self.new_seed()
-        if item.kind in _PLAIN:
-            return [("set", item.name, value) for value in _PLAIN[item.kind]]
-        if item.kind == "tensor":
-            return [("copy", item.name, seed), ("rebind", item.name, seed)]
-        if item.kind == "module":
-            verbs = ("weights", "assign", "data", "parameter")
-            flips: list[Change] = [("train", item.name, False), ("train", item.name, True), ("freeze", item.name, True)]
-            return [(verb, item.name, seed) for verb in verbs] + flips
-        others: dict[str, list[Change]] = {
-            "options": [("put", item.name, "scale", 2.0), ("put", item.name, "scale", 3.0)],
-            "config": [("field", item.name, "value", 2.0), ("field", item.name, "value", 3.0)],
-            "named": [("put_tensor", item.name, "w", seed)],
-            "piled": [("put_tensor", item.name, 0, seed)],
-        }
-        return others.get(item.kind, [])
 
 
 def _shape(item: Input, n: int) -> tuple[int, ...]:
