@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._layout import family_key, first_byte, overlaps_itself, span, view_of
+from ._layout import family_key, first_byte, overlaps_itself, span, view_of, with_bits
 from ._signature import TensorSpec
 from .backends.base import Copy
 
@@ -60,7 +60,8 @@ class StaticInputs:
 
     def _allocate(self, leaf: Tensor, index: int) -> None:
         static = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-        self.tensors[index] = static.conj() if leaf.is_conj() else static
+        # The same bits as the leaf's: a copy may move bytes without asking for their meaning.
+        self.tensors[index] = with_bits(static, leaf)
         self.copies.append((self.tensors[index], index))
 
     def _allocate_range(self, leaves: Sources, family: list[int]) -> None:

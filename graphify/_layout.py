@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["family_key", "first_byte", "is_dense", "overlaps_itself", "span", "view_of"]
+__all__ = ["family_key", "first_byte", "is_dense", "overlaps_itself", "span", "view_of", "with_bits"]
 
 
 def family_key(tensor: Tensor) -> int:
@@ -50,13 +50,19 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def view_of(base: Tensor, like: Tensor, byte: int, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """A view of `base`'s storage that starts at a byte, with the dtype and conjugate bit of `like`."""
-    if base.is_conj():
-        base = base.conj()
+    """A view of `base`'s storage that starts at a byte, with the dtype and the bits of `like`."""
+    base = with_bits(base, base)  # a bit set twice is gone
     offset = byte // like.element_size()
     if base.dtype == like.dtype:
         view = base.as_strided(size, stride, offset)
     else:
         view = torch.empty(0, dtype=like.dtype, device=base.device)
         view.set_(base.untyped_storage(), offset, size, stride)
-    return view.conj() if like.is_conj() else view
+    return with_bits(view, like)
+
+
+def with_bits(tensor: Tensor, like: Tensor) -> Tensor:
+    """A view with the conjugate and negative bits flipped where `like` has them set."""
+    if like.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if like.is_neg() else tensor

@@ -91,7 +91,7 @@ class Life:
             self._count_value(("place", miss.name), miss.now, miss.name)
             return
         if entry.graph is not None:
-            idle = entry.graph.replays <= 1
+            idle = entry.graph.replays == 0
             self._rebinds[miss.name] = self._rebinds[miss.name] + 1 if idle else 0
         self.forget(entry)
 
@@ -219,7 +219,9 @@ class Life:
         if self.options.fallback == "raise":
             before = Snapshot(backend, entry.device_or_raise(), self._survey(call), self._known_generators())
         watch = Watch(entry.device_or_raise(), undo=before.log if before is not None else None)
-        with backend.scope(watch.device), watching(watch, backend.listen):
+        # A run with autograd stays on the caller's stream: its nodes remember the stream for the backward.
+        aside = not torch.is_grad_enabled()
+        with backend.scope(watch.device, aside=aside), watching(watch, backend.listen):
             result = self.setting.run(call.values)
         backend.hand_over(_tensors(result))
         self._learn(entry, call, watch, result)

@@ -92,6 +92,8 @@ class Graph:
         self.launch: Callable[[], Sequence[Tensor]]
         self.mutated: list[tuple[int, Tensor]] = []
         self.deliver: Deliver
+        self.inputs: StaticInputs  # owned here: a graph holds addresses only
+        self.copied: Sequence[Tensor] = ()
         self.conflicts: frozenset[int] = frozenset()
         self.kept: list[Tensor] = []
         self.unguarded: tuple[str, ...] = ()
@@ -357,6 +359,7 @@ class _Session:
         stage, launch = setting.backend.replayer(graph.recording, self.inputs.copies, copied)
         if lent and plan.copied:
             launch = lending(launch, plan.copied, setting.backend, setting.pool.retired)
+        graph.inputs, graph.copied = self.inputs, plan.copied
         graph.stage, graph.launch, graph.fill = stage, plan.moded(launch), self.inputs.filler()
 
     def _result_consts(self, tree: Tree, consts: tuple[object, ...], survey: Survey) -> list[object]:

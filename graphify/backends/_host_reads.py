@@ -1,11 +1,11 @@
-"""Host reads of CPU tensors that never reach the dispatcher, heard by patching methods while somebody listens."""
+"""Host reads of tensors that never reach the dispatcher, heard by patching methods while somebody listens."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -35,30 +35,42 @@ _restorers: list[Callable[[], None]] = []
 
 
 class _Ears(threading.local):
-    """The reports of this thread, innermost last; `busy` while a read that was reported is under way."""
+    """The listeners of this thread, innermost last; `busy` while a read that was reported is under way."""
 
     def __init__(self) -> None:
-        self.reports: list[Report] = []
+        self.listeners: list[tuple[Report, str, frozenset[str]]] = []
         self.busy = False
+
+    def reports(self, tensor: Tensor, name: str) -> list[Report]:
+        """Who wants to hear of this read."""
+        if self.busy or not self.listeners:
+            return []
+        kind = tensor.device.type
+        return [
+            report for report, device, names in reversed(self.listeners) if device == kind and name in names
+        ]
 
 
 _ears = _Ears()
 
 
 @contextlib.contextmanager
-def listen(report: Report) -> Iterator[None]:
+def listen(
+    report: Report, device_type: str = "cpu", names: Collection[str] = (*_ALWAYS, "to")
+) -> Iterator[None]:
     """Call `report` with names such as "Tensor.tolist" for reads on this thread, then do the read.
 
-    `report` may raise; the read is not done then. A read that another read needs is not reported again.
+    Reads of tensors on other devices pass in silence. `report` may raise; the read is not done then. A read that another read needs is not reported again.
     On a CPU tensor `.to` counts as a read only when it names the CPU in a string: `x.to(y.device)` is the
     usual way to stay on the device. A `TorchFunctionMode` would hear more, but it switches off fast paths.
     """
     _install()
-    _ears.reports.append(report)
+    listener = (report, device_type, frozenset(names))
+    _ears.listeners.append(listener)
     try:
         yield
     finally:
-        _ears.reports.remove(report)
+        _ears.listeners.remove(listener)
         _uninstall()
 
 
@@ -96,9 +108,10 @@ def _patch(name: str, reads: Callable[..., bool]) -> None:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _ears.reports or _ears.busy or not reads(*args, **kwargs):
+        reports = _ears.reports(self, name)
+        if not reports or not reads(*args, **kwargs):
             return original(self, *args, **kwargs)
-        for report in reversed(_ears.reports):
+        for report in reports:
             report(title)
         _ears.busy = True
         try:

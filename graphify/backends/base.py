@@ -76,8 +76,11 @@ class Backend(Protocol):
     def busy(self) -> bool:
         """Whether somebody else is capturing on this thread's stream."""
 
-    def scope(self, device: torch.device) -> AbstractContextManager[None]:
-        """Warm-ups and captures run inside: the capture stream, joined both ways, one thread at a time."""
+    def scope(self, device: torch.device, *, aside: bool = True) -> AbstractContextManager[Any]:
+        """Warm-ups and captures run inside: the capture stream, joined both ways, one thread at a time.
+
+        With `aside=False` the work stays on the caller's own stream.
+        """
 
     def pool(self, device: torch.device) -> Any:
         """A new memory pool for recordings that never replay at the same time."""

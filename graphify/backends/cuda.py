@@ -7,8 +7,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import InputError
 from ._cuda_copies import replay_with_copies
 from ._cuda_driver import count_nodes, private_stream
+from ._host_reads import listen
 from .base import STALE, Copy, Replay, Report
 
 __all__ = ["CudaBackend", "CudaRecording", "available", "facts", "synchronize"]
@@ -132,6 +133,10 @@ class CudaBackend:
     device_type = "cuda"
     runs_live = False
 
+    def __init__(self) -> None:
+        # Before CUDA is initialised nobody captures, and asking would initialise it.
+        self._started = False
+
     def device_of(self, tensors: Iterable[Tensor]) -> torch.device | None:
         """The one CUDA device among the tensors; the current one when there are no tensors at all."""
         tensors = list(tensors)
@@ -149,12 +154,17 @@ class CudaBackend:
 
     def busy(self) -> bool:
         """Whether the current stream is being captured by somebody else."""
-        return bool(_initialized() and torch.cuda.is_current_stream_capturing())
+        if not self._started:
+            self._started = _initialized()
+        return self._started and _is_capturing()
 
     @contextmanager
-    def scope(self, device: torch.device) -> Iterator[None]:
+    def scope(self, device: torch.device, *, aside: bool = True) -> Iterator[None]:
         """This thread's capture stream, joined with the caller's both ways."""
         with _capturing, torch.cuda.device(device):
+            if not aside:
+                yield
+                return
             caller, stream = torch.cuda.current_stream(), _stream_of(device)
             stream.wait_stream(caller)
             with torch.cuda.stream(stream):
@@ -182,9 +192,9 @@ class CudaBackend:
         nodes = count_nodes(graph)
         return CudaRecording(graph, 1 if nodes is None else nodes, _reserved(pool) - before), result
 
-    def listen(self, report: Report) -> Any:
-        """Every host read of a CUDA tensor passes the dispatcher."""
-        return nullcontext()
+    def listen(self, report: Report) -> AbstractContextManager[None]:
+        """Printing switches dispatch modes off; every other host read of a CUDA tensor passes the dispatcher."""
+        return listen(report, "cuda", ("__repr__", "__format__", "__reduce_ex__"))
 
     def hand_over(self, tensors: Iterable[Tensor]) -> None:
         """Mark warm-up results as used on the caller's stream."""
@@ -312,6 +322,9 @@ def _reserved(pool: CudaPool) -> int:
 
 
 _initialized: Callable[[], bool] = torch.cuda.is_initialized
+_is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 _raw_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )

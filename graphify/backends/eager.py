@@ -115,7 +115,7 @@ class EagerBackend:
         """Whether this thread is recording right now."""
         return _here.recording
 
-    def scope(self, device: torch.device) -> AbstractContextManager[Any]:
+    def scope(self, device: torch.device, *, aside: bool = True) -> AbstractContextManager[Any]:
         """One thread at a time; the work stays on the caller's stream."""
         return _turn
 

@@ -139,7 +139,7 @@ class TapeBackend:
         """Whether this thread is recording right now."""
         return _here.recording
 
-    def scope(self, device: torch.device) -> AbstractContextManager[Any]:
+    def scope(self, device: torch.device, *, aside: bool = True) -> AbstractContextManager[Any]:
         """One thread at a time; there are no streams to join."""
         return _turn
 

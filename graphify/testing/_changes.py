@@ -129,7 +129,11 @@ def changes_of(item: State, seed: int) -> list[Change]:
         return [("copy", item.name, seed), ("rebind", item.name, seed)]
     if item.kind == "module":
         verbs = ("weights", "assign", "data", "parameter")
-        flips: list[Change] = [("train", item.name, False), ("train", item.name, True), ("freeze", item.name, True)]
+        flips: list[Change] = [
+            ("train", item.name, False),
+            ("train", item.name, True),
+            ("freeze", item.name, True),
+        ]
         return [(verb, item.name, seed) for verb in verbs] + flips
     others: dict[str, list[Change]] = {
         "options": [("put", item.name, "scale", 2.0), ("put", item.name, "scale", 3.0)],

@@ -14,7 +14,19 @@ from torch import Tensor, nn
 __all__ = ["Comparison", "held_by", "tensor_differences"]
 
 _SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ATOMS = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, range, slice)
+_ATOMS = (
+    type(None),
+    bool,
+    int,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    range,
+    slice,
+)
 _SCHEMA = ("dtype", "device", "layout", "shape", "requires_grad")
 
 
@@ -123,7 +135,10 @@ def tensor_differences(eager: Tensor, graphed: Tensor) -> list[str]:
         for name in _SCHEMA
         if getattr(eager, name) != getattr(graphed, name)
     ]
-    marks = [(name, getattr(eager, name)(), getattr(graphed, name)()) for name in ("is_inference", "is_conj", "is_neg")]
+    marks = [
+        (name, getattr(eager, name)(), getattr(graphed, name)())
+        for name in ("is_inference", "is_conj", "is_neg")
+    ]
     for name, left, right in [*marks, ("is_leaf", _is_leaf(eager), _is_leaf(graphed))]:
         if left != right:
             found.append(f"{name}: eager {left}, graphed {right}")
@@ -200,7 +215,9 @@ def _groups(tensors: list[Tensor]) -> list[int | None]:
     for index, tensor in enumerate(tensors):
         if tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.numel():
             storage = tensor.untyped_storage()
-            spans.append((str(tensor.device), storage.data_ptr(), storage.data_ptr() + storage.nbytes(), index))
+            spans.append(
+                (str(tensor.device), storage.data_ptr(), storage.data_ptr() + storage.nbytes(), index)
+            )
     groups: list[int | None] = [None] * len(tensors)
     number, place, end = 0, "", 0
     for device, start, stop, index in sorted(spans):

@@ -98,7 +98,9 @@ def make_tensor(
                 values.view(-1)[spots] = oddities
         else:
             low = 0 if dtype in (torch.bool, torch.uint8) or high != 8 else -8
-            values = torch.randint(low, 2 if dtype == torch.bool else high, shape, generator=generator).to(dtype)
+            values = torch.randint(low, 2 if dtype == torch.bool else high, shape, generator=generator).to(
+                dtype
+            )
         return LAYOUTS[layout][0](values)
 
 

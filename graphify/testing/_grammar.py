@@ -45,7 +45,9 @@ def programs(
             GraphifyError or eager calls from these.
     """
     need_hypothesis()
-    strategy: SearchStrategy[Program] = _composite()((min_statements, max_statements), shapes, host_side_percent)
+    strategy: SearchStrategy[Program] = _composite()(
+        (min_statements, max_statements), shapes, host_side_percent
+    )
     return strategy
 
 
@@ -54,7 +56,9 @@ def _composite() -> Any:
     return need_hypothesis().composite(_draw_program)
 
 
-def _draw_program(draw: DrawFn, sizes: tuple[int, int], shapes: tuple[str, ...], host_side_percent: int) -> Program:
+def _draw_program(
+    draw: DrawFn, sizes: tuple[int, int], shapes: tuple[str, ...], host_side_percent: int
+) -> Program:
     st = need_hypothesis()
     w = Writer(draw, draw(st.sampled_from(shapes)))
     inputs = [_input(w, number) for number in range(w.choose([1, 2, 2, 3]))]
@@ -78,7 +82,9 @@ def _input(w: Writer, number: int) -> Input:
     if box:
         w.body.append(f"{inside} = {name}{BOXES[box]}")
     if optional:
-        w.body.append(f"{name} = x_first * 0.5 if {name} is None else {name}".replace("x_first", w.variables[0].name))
+        w.body.append(
+            f"{name} = x_first * 0.5 if {name} is None else {name}".replace("x_first", w.variables[0].name)
+        )
     w.variables.append(Var(inside, found.dims, found.dtype, frozenset({name})))
     return found._replace(name=name, box=box, optional=optional)
 

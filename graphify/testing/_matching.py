@@ -82,13 +82,17 @@ def assert_matches_eager(
 
 
 def _worlds(
-    target: Callable[..., Any] | None, make: Callable[[], Callable[..., Any]] | None, device: torch.device | None
+    target: Callable[..., Any] | None,
+    make: Callable[[], Callable[..., Any]] | None,
+    device: torch.device | None,
 ) -> tuple[World, World]:
     """Two worlds with a twin each, made from one random state."""
     if (target is None) == (make is None):
         raise TypeError("assert_matches_eager: give either a target or make=")
     if target is not None and _controls(target) is not None:
-        raise TypeError("assert_matches_eager: the target is graphed already; give the plain one, its `__wrapped__`")
+        raise TypeError(
+            "assert_matches_eager: the target is graphed already; give the plain one, its `__wrapped__`"
+        )
     refuse_shared_state(target)
     worlds, start = (World(device), World(device)), Rng(device)
     for world in worlds:
@@ -151,7 +155,9 @@ class _Pair:
         eager, graphed = self.eager.outcomes[-1], self.graphed.outcomes[-1]
         lines = _error_differences(eager.error, graphed.error)
         lines = lines or self._object_differences() + _ambient_differences(eager, graphed)
-        lines += [f"rng: the state of {name} differs" for name in self.eager.rng.differences(self.graphed.rng)]
+        lines += [
+            f"rng: the state of {name} differs" for name in self.eager.rng.differences(self.graphed.rng)
+        ]
         if lines:
             hidden = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
             text = "\n  ".join([f"{title} differs from eager:", *lines[:_SHOWN], *hidden])

@@ -80,11 +80,15 @@ class Program:
         printer.text(repr(self))
 
 
-def render(shape: str, state: list[State], signature: str, body: list[str], helpers: list[str], stores: list[str]) -> str:
+def render(
+    shape: str, state: list[State], signature: str, body: list[str], helpers: list[str], stores: list[str]
+) -> str:
     """The source text, with state kept on a "module", on an "object", in a "closure" or in a "global"."""
     head = [*helpers, ""] if helpers else []
     if shape in ("module", "object"):
-        return _lines([*head, *_class(shape, state, signature, body), "", "def make():", "    return Model()"])
+        return _lines(
+            [*head, *_class(shape, state, signature, body), "", "def make():", "    return Model()"]
+        )
     variables = [f"{item.name} = {item.init}" for item in state]
     declare = [f"{'global' if shape == 'global' else 'nonlocal'} {', '.join(stores)}"] if stores else []
     function = [f"def step({signature}):", *_indent([*declare, *body])]
@@ -98,7 +102,11 @@ def _class(shape: str, state: list[State], signature: str, body: list[str]) -> l
     init = ["super().__init__()"] if shape == "module" else []
     for item in state:
         buffer = shape == "module" and item.kind == "tensor" and not item.name.startswith("plain")
-        init.append(f"self.register_buffer({item.name!r}, {item.init})" if buffer else f"self.{item.name} = {item.init}")
+        init.append(
+            f"self.register_buffer({item.name!r}, {item.init})"
+            if buffer
+            else f"self.{item.name} = {item.init}"
+        )
     return [
         f"class Model{base}:",
         *_indent(["def __init__(self):", *_indent(init or ["pass"])]),

@@ -32,7 +32,11 @@ class Ambient:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        mode = torch.inference_mode() if self.mode == "inference" else torch.set_grad_enabled(self.mode == "grad")
+        mode = (
+            torch.inference_mode()
+            if self.mode == "inference"
+            else torch.set_grad_enabled(self.mode == "grad")
+        )
         casting = torch.autocast(self.autocast, torch.bfloat16) if self.autocast else contextlib.nullcontext()
         with mode, casting:
             yield
@@ -48,7 +52,9 @@ class Spoil:
         with torch.inference_mode():
             for tensor in reachable(output, set()):
                 wide = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-                span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+                span = 1 + sum(
+                    (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+                )
                 if wide and tensor.numel() and span >= tensor.numel():
                     tensor.mul_(self.factor)
 

@@ -156,7 +156,9 @@ def cast(w: Writer) -> None:
     """Another dtype; the same dtype is the same tensor."""
     if var := w.floats():
         dtype = w.choose(FLOATS)
-        w.let(f"{var.name}.to(torch.{dtype})", var.dims, dtype, var.roots if dtype == var.dtype else frozenset())
+        w.let(
+            f"{var.name}.to(torch.{dtype})", var.dims, dtype, var.roots if dtype == var.dtype else frozenset()
+        )
 
 
 def indices(w: Writer) -> None:
@@ -208,7 +210,9 @@ def randomness(w: Writer) -> None:
     if var := w.floats():
         text = w.choose(RANDOM)
         if w.chance(10):
-            generator = w.hold("generator", "generator", "torch.Generator(torch.get_default_device()).manual_seed(3)")
+            generator = w.hold(
+                "generator", "generator", "torch.Generator(torch.get_default_device()).manual_seed(3)"
+            )
             text = f"torch.rand({{0}}.shape, generator={generator}, dtype={{0}}.dtype, device={{0}}.device)"
         w.let(text.format(var.name), var.dims, "float32" if "bernoulli" in text else var.dtype)
 
@@ -385,5 +389,17 @@ def host_side(w: Writer) -> None:
 
 
 FAMILIES = 3 * [elementwise, view, combine, layer, read_state, plain_value, write_in_place, scalar_argument]
-FAMILIES += [reduction, broadcast, product, cast, indices, masks, complexes, randomness, write_state, branch, block]
+FAMILIES += [
+    reduction,
+    broadcast,
+    product,
+    cast,
+    indices,
+    masks,
+    complexes,
+    randomness,
+    write_state,
+    branch,
+    block,
+]
 FAMILIES += [expand, helper, remember, write_out, write_cache, refuse]

@@ -50,7 +50,9 @@ def need_hypothesis() -> Any:
     try:
         return importlib.import_module("hypothesis.strategies")
     except ImportError as error:
-        raise ImportError("the strategies of graphify.testing need hypothesis: pip install hypothesis") from error
+        raise ImportError(
+            "the strategies of graphify.testing need hypothesis: pip install hypothesis"
+        ) from error
 
 
 def tensors(
@@ -88,7 +90,9 @@ def tensors(
         shape, dtype = draw(shapes), draw(st.sampled_from(list(dtypes)))
         fitting = [layout for layout in layouts if fits(layout, shape, dtype)] or ["contiguous"]
         layout, seed = draw(st.sampled_from(fitting)), draw(st.integers(0, 2**16))
-        return make_tensor(shape, dtype, layout=layout, seed=seed, special=allow_special and draw(st.booleans()))
+        return make_tensor(
+            shape, dtype, layout=layout, seed=seed, special=allow_special and draw(st.booleans())
+        )
 
     strategy: SearchStrategy[Tensor] = st.composite(draw_tensor)()
     return strategy
@@ -111,7 +115,24 @@ def pytrees(
     """
     st = need_hypothesis()
     constants = st.sampled_from(
-        [None, True, False, 0, 1, -1, 0.0, -0.0, 1.0, float("nan"), "", "a", 2j, torch.float32, torch.device("cpu"), ...]
+        [
+            None,
+            True,
+            False,
+            0,
+            1,
+            -1,
+            0.0,
+            -0.0,
+            1.0,
+            float("nan"),
+            "",
+            "a",
+            2j,
+            torch.float32,
+            torch.device("cpu"),
+            ...,
+        ]
     )
     keys = st.sampled_from(["a", "b", "c", 0, 1]) if keys is None else keys
     leaves = tensors() if leaves is None else leaves

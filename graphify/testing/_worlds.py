@@ -78,7 +78,9 @@ class World:
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-            moved: Tensor = copy.deepcopy(tensor) if self.device is None else tensor.to(self.device, copy=True)
+            moved: Tensor = (
+                copy.deepcopy(tensor) if self.device is None else tensor.to(self.device, copy=True)
+            )
             return moved
         memory = self._memory(tensor)
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
@@ -152,7 +154,10 @@ class Rng:
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device if device is not None and device.type != "cpu" else None
-        self.states: dict[str, Any] = {"torch's CPU generator": torch.get_rng_state(), "random": random.getstate()}
+        self.states: dict[str, Any] = {
+            "torch's CPU generator": torch.get_rng_state(),
+            "random": random.getstate(),
+        }
         if self._device is not None:
             self.states[f"{self._device}'s generator"] = self._module().get_rng_state(self._device)
         if "numpy" in sys.modules:
