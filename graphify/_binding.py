@@ -67,6 +67,8 @@ def _resolve(fn: Any) -> _Target | None:
         return _resolve(fn.forward)
     if isinstance(fn, (type, types.BuiltinFunctionType)):
         return None
+    if isinstance(getattr(fn, "__func__", None), types.FunctionType):  # a method bound by other means
+        return _with(_resolve(fn.__func__), 1, {})
     call = inspect.getattr_static(type(fn), "__call__", None)
     return _with(_resolve(call), 1, {}) if isinstance(call, types.FunctionType) else None
 

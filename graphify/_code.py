@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import linecache
+import os
 import sys
 import sysconfig
 import traceback
@@ -23,6 +24,7 @@ _LIBRARY = tuple(
     for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *torch.__path__}
     if path
 )
+_COMPILED = os.path.join("torch", "_dynamo", "eval_frame.py")
 _OURS = __file__.rpartition("/")[0] + "/"
 
 
@@ -117,6 +119,8 @@ class Executed:
                     importing.append(frame)
                 elif id(code) not in codes and not code.co_filename.startswith(_OURS):
                     codes[id(code)] = (code, frame.f_globals)
+                    # Compiled code reads its values by guards that no bytecode shows.
+                    self.everything = self.everything or code.co_filename.endswith(_COMPILED)
             if previous is not None:
                 previous(frame, event, arg)
 
@@ -129,7 +133,7 @@ def is_library(filename: str) -> bool:
         return filename.startswith((_LIBRARY[-1], _OURS)) or any(
             filename.startswith(f"{path}/") for path in torch.__path__
         )
-    return filename.startswith((*_LIBRARY, _OURS, "<frozen"))
+    return filename.startswith((*_LIBRARY, _OURS, "<frozen", "<eval_with_key>"))
 
 
 def user_frame() -> FrameType | None:

@@ -113,8 +113,10 @@ def graphify(
             class that is no `nn.Module`.
 
     Warning:
-        A bound method, or a method through its instance, holds its instance as any bound method does; the
-        graphs of an instance die with it.
+        A bound method holds its instance, as any bound method does. The graphs of an instance die with it,
+        but they hold the objects whose values they check: an instance that these refer back to
+        (`self.child.parent is self`), or whose values are in `__slots__`, is freed after
+        `instance.method.reset()` only.
     """
     options = Options(
         outputs=outputs, warmup=warmup, fallback=fallback, max_graphs=max_graphs, pool=pool, backend=backend

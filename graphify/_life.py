@@ -388,8 +388,8 @@ class Life:
             )
 
     def _count_tokens(self, table: Table, key: Any) -> None:
-        for path, token in zip(table.tree.const_paths, key[1], strict=True):
-            if isinstance(token, (int, float)) and not isinstance(token, bool):
+        for i, (path, token) in enumerate(zip(table.tree.const_paths, key[1], strict=True)):
+            if i not in table.tree.opaque:
                 self._count_value((id(table), path), token, path)
 
     def _count_value(self, where: tuple[Any, ...], value: Any, name: str) -> None:

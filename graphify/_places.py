@@ -229,6 +229,7 @@ class Survey:
         self._walk_object(module, name)
 
     def _walk_object(self, value: Any, name: str) -> None:
+        self._reach(getattr(value, "_torchdynamo_orig_callable", None), name)
         state = getattr(value, "__dict__", None)
         if isinstance(state, dict):
             hidden = _MODULE_INTERNALS if isinstance(value, nn.Module) else frozenset()
@@ -247,6 +248,7 @@ class Survey:
             self._add_all(Place(base, key, "class", f"{name}.{key}") for key in self._used(used))
 
     def _walk_function(self, function: types.FunctionType, name: str) -> None:
+        self._reach(function.__dict__.get("_torchdynamo_orig_callable"), name)
         if not self.executed.ran(function.__code__) or is_library(function.__code__.co_filename):
             return
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

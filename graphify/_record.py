@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -34,22 +34,16 @@ class NeedsGradError(Exception):
     """The results of a run need gradients, which a forward recording alone cannot give."""
 
 
-class Call(NamedTuple):
-    """One call, taken apart: a value per parameter, the tensors in them, the other leaves."""
+class Call:
+    """One call, taken apart before it runs: a value per parameter, the tensors in them, the other leaves."""
 
-    tree: Tree
-    values: tuple[Any, ...]
-    tensors: tuple[Tensor, ...]
-
-    @property
-    def consts(self) -> tuple[object, ...]:
-        """The leaves that are no tensors."""
-        return self.tree.consts(self.values)
+    def __init__(self, tree: Tree, values: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
+        self.tree, self.values, self.tensors = tree, values, tensors
+        self.consts = tree.consts(values)
 
     def opaque(self) -> list[tuple[str, Any]]:
         """The arguments that are compared by identity, with their paths."""
-        consts = self.consts
-        return [(self.tree.const_paths[i], consts[i]) for i in self.tree.opaque]
+        return [(self.tree.const_paths[i], self.consts[i]) for i in self.tree.opaque]
 
 
 class Order(NamedTuple):
@@ -171,6 +165,7 @@ class _Session:
         log = self.undo if setting.backend.runs_live else None
         self.watch = Watch(device, given=self.inputs.tensors, strict=True, undo=log)
         self.arguments = call.tree.rebuild(self.inputs.tensors, call.consts)
+        self.tokens = _tokens(call.tree, self.arguments)
         self.executed = Executed()
         self.after: Survey | None = None
         self.hidden: list[Change] = []
@@ -264,11 +259,9 @@ class _Session:
                     fix="use the form without underscore, which makes a view",
                 )
         found = tree.unpack(self.arguments)
-        tokens = tree.unpack(self.call.values)
-        assert tokens is not None
         if (
             found is None
-            or found[1] != tokens[1]
+            or found[1] != self.tokens
             or any(a is not b for a, b in zip(found[0], statics, strict=True))
         ):
             raise CaptureError(
@@ -417,6 +410,12 @@ def _delivering(
         return result
 
     return deliver
+
+
+def _tokens(tree: Tree, values: tuple[Any, ...]) -> tuple[Hashable, ...]:
+    found = tree.unpack(values)
+    assert found is not None, "rebuilt arguments have the structure they were rebuilt from"
+    return found[1]
 
 
 def _metadata(tensor: Tensor) -> tuple[Any, ...]:

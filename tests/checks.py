@@ -17,7 +17,10 @@ from graphify.testing._compare import Comparison
 def rows(*shape: int, count: int = 5, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Different data for each of `count` calls."""
     if dtype.is_floating_point or dtype.is_complex:
-        return [torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else None).to(dtype) for _ in range(count)]
+        return [
+            torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else None).to(dtype)
+            for _ in range(count)
+        ]
     return [torch.randint(0, 2 if dtype is torch.bool else 100, shape).to(dtype) for _ in range(count)]
 
 
@@ -44,9 +47,7 @@ def follows_eager(
     """`assert_matches_eager` under no_grad; by default all but the first two calls must have been replays."""
     sequence = list(calls)
     with torch.set_grad_enabled(grad):
-        stats = assert_matches_eager(
-            target, sequence, make=make, backend=backend, device=device, **options
-        )
+        stats = assert_matches_eager(target, sequence, make=make, backend=backend, device=device, **options)
     assert stats.replays == (len(sequence) - 2 if replays is None else replays), stats
     return stats
 

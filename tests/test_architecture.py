@@ -41,9 +41,10 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     5: (),  # _autograd, when there is training
     6: ("_decorate", "_method", "_module", "_wrapper"),
     7: (
-        *("__init__", "__main__", "_demo", "_demo_models", "_doctor", "testing", "testing._compare"),
-        *("testing._data", "testing._grammar", "testing._matching", "testing._programs"),
-        *("testing._sequences", "testing._strategies", "testing._twins", "testing._worlds"),
+        *("__init__", "__main__", "_demo", "_demo_models", "_doctor", "testing", "testing._changes"),
+        *("testing._compare", "testing._data", "testing._grammar", "testing._matching"),
+        *("testing._programs", "testing._sequences", "testing._statements", "testing._strategies"),
+        *("testing._twins", "testing._worlds", "testing._writer"),
     ),
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
@@ -64,7 +65,9 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "backends._tape_steps": ("backends._memory",),
     "backends._tape_record": ("backends._memory", "backends._rng", "backends._tape_steps"),
     "backends._cuda_copies": ("backends._cuda_driver", "backends.base"),
-    "backends.cuda": ("backends._cuda_copies", "backends._cuda_driver", "backends.base"),
+    "backends.cuda": (
+        *("backends._cuda_copies", "backends._cuda_driver", "backends._host_reads", "backends.base"),
+    ),
     "backends.eager": ("backends._host_reads", "backends._memory", "backends._rng", "backends.base"),
     "backends.tape": (
         *("backends._host_reads", "backends._memory", "backends._rng"),
@@ -82,14 +85,24 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "testing._twins": ("testing._worlds",),
     "testing._strategies": ("testing._data",),
     "testing._programs": ("testing._strategies",),
-    "testing._grammar": ("testing._programs", "testing._strategies"),
+    "testing._changes": ("testing._data", "testing._programs"),
+    "testing._writer": ("testing._programs", "testing._strategies"),
+    "testing._statements": ("testing._writer",),
+    "testing._grammar": (
+        "testing._programs",
+        "testing._statements",
+        "testing._strategies",
+        "testing._writer",
+    ),
     "testing._sequences": (
-        *("testing._data", "testing._programs", "testing._strategies", "testing._twins", "testing._worlds"),
+        *("testing._changes", "testing._data", "testing._programs", "testing._strategies"),
+        *("testing._twins", "testing._worlds"),
     ),
     "testing._matching": ("__init__", "testing._compare", "testing._twins", "testing._worlds"),
     "testing": (
-        *("testing._data", "testing._grammar", "testing._matching", "testing._programs"),
-        *("testing._sequences", "testing._strategies", "testing._twins", "testing._worlds"),
+        *("testing._changes", "testing._data", "testing._grammar", "testing._matching"),
+        *("testing._programs", "testing._sequences", "testing._strategies", "testing._twins"),
+        "testing._worlds",
     ),
 }
 """The imports along a floor that are meant."""

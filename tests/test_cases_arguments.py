@@ -49,7 +49,9 @@ def test_b13_keywords_in_any_order(backend, device):
         lambda x, m: Call((x,), {"scale": 2.0, "mask": m, "y": x * 3}),
         lambda x, m: Call((), {"y": x, "mask": m, "x": x.clone(), "scale": 2.0}),
     ]
-    calls = [forms[i % 3](x, m) for i, (x, m) in enumerate(zip(rows(3, count=9), rows(3, count=9), strict=True))]
+    calls = [
+        forms[i % 3](x, m) for i, (x, m) in enumerate(zip(rows(3, count=9), rows(3, count=9), strict=True))
+    ]
     stats = follows_eager(calls[:2] + calls[3:5], backend, device, target=f)
     assert stats.captures == 1
     follows_eager(calls, backend, device, target=f)
@@ -59,7 +61,9 @@ def test_b13_methods_take_keywords_too(backend, device):
     """A module's forward and a method bind their keywords as a function does."""
 
     class M(torch.nn.Module):
-        def forward(self, x: torch.Tensor, /, *args: torch.Tensor, mask: torch.Tensor | None = None, **more: Any):
+        def forward(
+            self, x: torch.Tensor, /, *args: torch.Tensor, mask: torch.Tensor | None = None, **more: Any
+        ):
             out = x + sum(args, torch.zeros((), device=x.device))
             return (out if mask is None else out * mask) + sum(more.values())
 
@@ -74,7 +78,13 @@ def test_b14_defaults_are_filled(backend, device):
         return x * n if y is None else x * n + y
 
     x = rows(3, count=12)
-    same = [Call((x[0],)), Call((x[1], None)), Call((x[2],), {"n": 2}), Call((x[3],), {"y": None}), Call((x[4], None, 2))]
+    same = [
+        Call((x[0],)),
+        Call((x[1], None)),
+        Call((x[2],), {"n": 2}),
+        Call((x[3],), {"y": None}),
+        Call((x[4], None, 2)),
+    ]
     stats = follows_eager(same, backend, device, target=f)
     assert stats.captures == 1
     other = [Call((t,), {"n": 3}) if i % 2 else Call((t,)) for i, t in enumerate(x)]
@@ -113,7 +123,14 @@ def test_b15_constants_by_value_and_type(backend, device):
         return (y, k, -y) if flag else (y, k, flag)
 
     x = torch.arange(1, 5)
-    combos = [("a", 1, None), ("a", 1.0, None), ("a", True, None), ("b", 1, False), (Mode.ADD, 1, True), (Mode.MUL, 2, None)]
+    combos = [
+        ("a", 1, None),
+        ("a", 1.0, None),
+        ("a", True, None),
+        ("b", 1, False),
+        (Mode.ADD, 1, True),
+        (Mode.MUL, 2, None),
+    ]
     calls = [(x * i, *combos[i % 6]) for i in range(24)]
     follows_eager(calls, backend, device, target=f, replays=12)
 
@@ -210,8 +227,7 @@ def test_b17_numbers_inside_containers_and_attributes(backend, device):
         return lambda twin: setattr(plain_of(twin), "k", value)
 
     calls = [
-        Call((x, {"shift": [i // 6]}), before=set_k(float(i // 3)))
-        for i, x in enumerate(rows(3, count=12))
+        Call((x, {"shift": [i // 6]}), before=set_k(float(i // 3))) for i, x in enumerate(rows(3, count=12))
     ]
     follows_eager(calls, backend, device, make=Scaler, replays=4)
 
@@ -220,11 +236,21 @@ def plain_of(twin: Any) -> Any:
     return getattr(twin, "__wrapped__", twin)
 
 
-@pytest.mark.parametrize("pair", [(torch.int64, torch.float32), (torch.float32, torch.float64), (torch.bool, torch.uint8),
-                                  (torch.float16, torch.bfloat16), (torch.complex64, torch.float32)])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (torch.int64, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.bool, torch.uint8),
+        (torch.float16, torch.bfloat16),
+        (torch.complex64, torch.float32),
+    ],
+)
 def test_b19_dtype_differs_between_calls(backend, device, pair):
     """Another dtype is another signature: nothing is cast into the first one's buffer."""
-    calls = [(x,) for group in zip(rows(3, dtype=pair[0]), rows(3, dtype=pair[1]), strict=True) for x in group]
+    calls = [
+        (x,) for group in zip(rows(3, dtype=pair[0]), rows(3, dtype=pair[1]), strict=True) for x in group
+    ]
     follows_eager(calls, backend, device, target=lambda x: (x, x + x), replays=6)
 
 
@@ -269,7 +295,14 @@ def test_b21_b22_layouts_of_inputs(backend, device, view):
     """Values and strides of results equal eager for every layout of the input, expanded ones included."""
 
     def f(x: torch.Tensor) -> Any:
-        return x * 2, x.exp().sum(-1), x.stride(), torch.empty_like(x).stride(), x.reshape(-1), x.is_contiguous()
+        return (
+            x * 2,
+            x.exp().sum(-1),
+            x.stride(),
+            torch.empty_like(x).stride(),
+            x.reshape(-1),
+            x.is_contiguous(),
+        )
 
     calls = [(VIEWS[view](x),) for x in rows(4, 6, count=6)]
     follows_eager(calls, backend, device, target=f)
@@ -277,13 +310,19 @@ def test_b21_b22_layouts_of_inputs(backend, device, view):
 
 def test_b21_expanded_input_that_is_returned(backend, device):
     """An expanded input comes back as the caller's own object."""
-    follows_eager([(x.expand(4, 3),) for x in rows(1, 3)], backend, device, target=lambda x: (x, x + 1, x[1:]))
+    follows_eager(
+        [(x.expand(4, 3),) for x in rows(1, 3)], backend, device, target=lambda x: (x, x + 1, x[1:])
+    )
 
 
 def test_b22_layouts_take_turns(backend, device):
     """Two layouts of one shape are two signatures."""
-    calls = [(VIEWS[name](x),) for x in rows(4, 6, count=6) for name in ("contiguous", "transposed", "expanded")]
-    stats = follows_eager(calls, backend, device, target=lambda x: (x * 2, x.stride(), x.flatten()), replays=12)
+    calls = [
+        (VIEWS[name](x),) for x in rows(4, 6, count=6) for name in ("contiguous", "transposed", "expanded")
+    ]
+    stats = follows_eager(
+        calls, backend, device, target=lambda x: (x * 2, x.stride(), x.flatten()), replays=12
+    )
     assert stats.captures == 3
 
 
@@ -308,7 +347,9 @@ def test_b22_memory_between_the_elements(backend, device, request):
     """A function that steps outside the argument's own elements sees what eager sees, or is refused."""
     known_fault(request, "a static input holds only the argument's own elements")
     calls = [(torch.cat([x, x + 1], 1)[:, ::2],) for x in rows(4, 6)]
-    follows_eager(calls, backend, device, target=lambda x: x.as_strided((4, 11), (12, 1)) * 2, loud_ok=True, replays=3)
+    follows_eager(
+        calls, backend, device, target=lambda x: x.as_strided((4, 11), (12, 1)) * 2, loud_ok=True, replays=3
+    )
 
 
 def test_b23_growing_dimension_captures_nothing(backend, device):
@@ -363,18 +404,25 @@ def deterministic():
 
 
 def test_b25_ambient_modes_are_part_of_the_signature(backend, device):
-    """Autocast, its dtype, grad and inference mode, default dtype and device, deterministic mode and the choice of
-    attention kernels each make a signature of their own."""
+    """Autocast, grad and inference mode, default dtype and device, and kernel switches each make a signature."""
     w = torch.randn(4, 4)
 
     def f(x: torch.Tensor) -> Any:
         like = torch.ones(2, device=x.device)
-        return x @ x, like, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), torch.ones(1).device.type
+        return (
+            x @ x,
+            like,
+            torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.ones(1).device.type,
+        )
 
     kinds = modes(device.type)
     kinds = kinds[:-1] if backend == "cuda" else kinds
     w.add_(1)
-    calls = [Call((x,), context=kinds[i % len(kinds)]) for i, x in enumerate(rows(4, 4, count=4 * len(kinds)))]
+    calls = [
+        Call((x,), context=kinds[i % len(kinds)]) for i, x in enumerate(rows(4, 4, count=4 * len(kinds)))
+    ]
     stats = follows_eager(calls, backend, device, target=f, replays=2 * len(kinds), loud_ok=False)
     assert stats.captures == len(kinds)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import counts, equal, follows_eager, known_fault, rows
+from checks import counts, equal, follows_eager, rows
 from conftest import needs_cuda
 from torch import nn
 
@@ -106,7 +106,10 @@ def test_b75_constant_stores_by_mask_are_graphs(backend, device):
 @needs_cuda
 def test_b76_cpu_tensor_made_inside():
     """A CPU tensor made inside and copied to the device is refused with its line; made with `device=` it is fine."""
-    for f in (lambda x: x * torch.arange(3).to(x.device), lambda x: x * torch.tensor([1.0, 2.0, 3.0]).to(x.device)):
+    for f in (
+        lambda x: x * torch.arange(3).to(x.device),
+        lambda x: x * torch.tensor([1.0, 2.0, 3.0]).to(x.device),
+    ):
         graphed = graphify(f)
         with pytest.raises(CaptureError, match="CPU tensor"):
             for _ in range(2):
@@ -116,7 +119,10 @@ def test_b76_cpu_tensor_made_inside():
             for x in rows(3):
                 equal(f(x.cuda()), soft(x.cuda()))
     follows_eager(
-        [(x,) for x in rows(3)], "cuda", torch.device("cuda"), target=lambda x: x * torch.arange(3, device=x.device)
+        [(x,) for x in rows(3)],
+        "cuda",
+        torch.device("cuda"),
+        target=lambda x: x * torch.arange(3, device=x.device),
     )
 
 
@@ -142,7 +148,7 @@ def test_b77_branch_on_an_attribute(backend, device):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2 if self.flag else x - 1
 
-    flip = lambda m: setattr(m, "flag", not m.flag)  # noqa: E731
+    flip = lambda m: setattr(m, "flag", not m.flag)
     calls = [Call((x,), before=flip if i % 3 == 0 else None) for i, x in enumerate(rows(3, count=12))]
     stats = follows_eager(calls, backend, device, make=Branch, replays=8)
     assert stats.captures == 2
@@ -166,9 +172,8 @@ def test_b78_compiled_function_inside(backend, device):
     torch.compiler.reset()
 
 
-def test_b78_compiled_function_is_not_compiled_again_outside(backend, device, request):
+def test_b78_compiled_function_is_not_compiled_again_outside(backend, device):
     """A compiled function that was used inside a graph runs outside without being compiled anew, and the reverse."""
-    known_fault(request, "the cast cache is off inside, which compiled code guards on: compiled twice")
     runs: list[int] = []
 
     def compiler(gm: Any, _: Any) -> Any:
@@ -302,9 +307,8 @@ def test_b80_error_in_the_capturing_call(backend, device):
     assert counts(graphed)[4] == raised
 
 
-def test_b80_refused_warm_up_leaves_no_trace(backend, device, request):
+def test_b80_refused_warm_up_leaves_no_trace(backend, device):
     """A call that is refused with an error has moved neither state nor random streams."""
-    known_fault(request, "a warm-up that ends in an error keeps what it did: BatchNorm has counted, and no result")
     module = nn.BatchNorm1d(3, momentum=None).to(device)
     graphed = graphify(module, backend=backend)
     before, rng = {k: v.clone() for k, v in module.state_dict().items()}, torch.get_rng_state()
@@ -322,7 +326,10 @@ def test_b80_refusal_is_remembered(backend, device):
             return x * x[0].item()
         return x + 1
 
-    graphed, other = graphify(f, backend=backend, fallback="eager"), graphify(lambda x: x - 1, backend=backend)
+    graphed, other = (
+        graphify(f, backend=backend, fallback="eager"),
+        graphify(lambda x: x - 1, backend=backend),
+    )
     with pytest.warns(GraphifyWarning):
         for x in [t.to(device) for t in rows(3, count=6)]:
             equal(f(x, bad=True), graphed(x, bad=True))
@@ -397,9 +404,8 @@ def test_b84_workspaces_do_not_grow_with_captures():
 
 
 @pytest.mark.parametrize("how", ["del", "reset"])
-def test_b87_memory_goes_with_the_wrapper(backend, device, how, request):
+def test_b87_memory_goes_with_the_wrapper(backend, device, how):
     """Static inputs and graph memory go with the wrapper or at reset(), and the module stays usable."""
-    known_fault(request, "an entry and its table refer to each other, so memory waits for gc", when=how == "del")
     module = nn.Linear(3, 3).to(device)
     graphed = graphify(module, backend=backend)
     with torch.no_grad():
@@ -478,13 +484,29 @@ def test_b94_side_stream_left_unjoined():
 
 def test_b95_no_global_is_patched(backend, device):
     """Using graphify leaves torch's own classes and functions as they are."""
-    watched = [torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__repr__, torch.cuda.CUDAGraph, torch.cuda.graph,
-               nn.Module.__call__, torch.manual_seed, torch.Tensor.cpu]
+    watched = [
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        torch.Tensor.__repr__,
+        torch.cuda.CUDAGraph,
+        torch.cuda.graph,
+        nn.Module.__call__,
+        torch.manual_seed,
+        torch.Tensor.cpu,
+    ]
     graphed = graphify(lambda x: x + 1, backend=backend)
     for x in [t.to(device) for t in rows(3)]:
         graphed(x)
-    now = [torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__repr__, torch.cuda.CUDAGraph, torch.cuda.graph,
-           nn.Module.__call__, torch.manual_seed, torch.Tensor.cpu]
+    now = [
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        torch.Tensor.__repr__,
+        torch.cuda.CUDAGraph,
+        torch.cuda.graph,
+        nn.Module.__call__,
+        torch.manual_seed,
+        torch.Tensor.cpu,
+    ]
     assert all(a is b for a, b in zip(watched, now, strict=True))
 
 
@@ -669,7 +691,9 @@ with torch.no_grad():
         keep(torch.ones(2, 3, device=device))
 {EXITS[way]}
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == {"normal": 0, "error": 3, "exception": 1}[way], done.stderr
     assert "Exception ignored" not in done.stderr
 

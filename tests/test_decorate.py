@@ -307,6 +307,23 @@ def test_the_graphs_of_an_instance_die_with_it(no_gc: None) -> None:
     assert runner() is None
 
 
+def test_an_instance_in_a_circle_is_freed_after_reset() -> None:
+    """What an instance's graphs check may refer back to it; `reset()` lets go of both."""
+    model = Model(2.0)
+    model.weight = Model(3.0)  # type: ignore[assignment]
+    model.weight.owner = model  # type: ignore[attr-defined]
+    step = graphify(lambda self, x: x * self.weight.weight, **TAPE)
+    bound = step.__get__(model)
+    agree(bound, lambda x: x * 3)
+    gone = weakref.ref(model)
+
+    bound.reset()
+    del model, bound
+    gc.collect()
+
+    assert gone() is None
+
+
 def test_a_reused_id_is_a_new_instance(no_gc: None) -> None:
     """An instance that is born where another died starts without graphs, and with its own state."""
     ids = set()

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from checks import counts
 from conftest import needs_cuda
+from torch import Tensor
+
 from graphify import CaptureError, graphify, handle
 
 ROUNDS = 20

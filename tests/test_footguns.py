@@ -224,7 +224,11 @@ NOT_SURVEYED = {
 @pytest.mark.parametrize("make", READERS, ids=lambda make: make.__name__)
 def test_numbers_that_python_holds_are_never_frozen(backend, device, make, request):
     """A number changed between calls, wherever Python holds it, is the one used, or the call is refused."""
-    known_fault(request, "this holder is not surveyed: silently the old number", when=make in NOT_SURVEYED and backend != "eager")
+    known_fault(
+        request,
+        "this holder is not surveyed: silently the old number",
+        when=make in NOT_SURVEYED and backend != "eager",
+    )
     f, change = make()
     graphed = graphify(f, backend=backend)
     for value in (1.0, 2.0, 3.0, 2.0):
@@ -452,7 +456,11 @@ NOT_SEEN = {
 @pytest.mark.parametrize("make", WRITERS, ids=lambda make: make.__name__)
 def test_what_python_does_is_repeated_or_refused(backend, device, make, request):
     """Python state that a call changes is as in eager after each call, or refused with the state as before."""
-    known_fault(request, "this change is not compared: silently done once", when=make in NOT_SEEN and (backend != "eager" or make is counter_by_name))
+    known_fault(
+        request,
+        "this change is not compared: silently done once",
+        when=make in NOT_SEEN and (backend != "eager" or make is counter_by_name),
+    )
     (plain, look), (mine, see) = make(), make()
     graphed = graphify(mine, backend=backend)
     kept = []
@@ -517,7 +525,9 @@ def test_footgun_attribute_rebound_workaround(backend, device):
 def test_footgun_item_workaround(backend, device):
     """A value kept on the device, and torch.where for the branch, is captured."""
     follows_eager([(x,) for x in rows(3)], backend, device, target=lambda x: x * x[0])
-    follows_eager([(x,) for x in rows(3)], backend, device, target=lambda x: torch.where(x.sum() > 0, x * 2, x - 1))
+    follows_eager(
+        [(x,) for x in rows(3)], backend, device, target=lambda x: torch.where(x.sum() > 0, x * 2, x - 1)
+    )
 
 
 def test_footgun_mask_workaround(backend, device):
@@ -541,7 +551,9 @@ class Config:
 
 def test_footgun_new_object_at_each_call(backend, device, request):
     """An object that is new at each call is never captured, right each time, and named in one warning."""
-    known_fault(request, "a new object at the address of a dead one finds the dead one's entry: its old numbers")
+    known_fault(
+        request, "a new object at the address of a dead one finds the dead one's entry: its old numbers"
+    )
     graphed = graphify(lambda x, config: x * config.k, backend=backend)
     with pytest.warns(GraphifyWarning, match="`config` is a new object at each call") as seen:
         for i in range(8):

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from checks import counts
+from conftest import needs_cuda
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from checks import counts
-from conftest import needs_cuda
 from graphify import CaptureError, graphify, handle
 
 CALLS = 10
@@ -102,18 +102,20 @@ def test_resnet50(
     backend: str, device: torch.device, full: bool, dtype: torch.dtype, layout: torch.memory_format
 ) -> None:
     """ResNet-50 in eval, fp32 and bf16, contiguous and channels_last."""
-    net = package("torchvision").models.resnet50(weights=None).eval().to(device, dtype, memory_format=layout)
+    resnet = package("torchvision").models.resnet
+    net = resnet.resnet50(weights=None) if full else resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], width_per_group=16)
+    net = net.eval().to(device, dtype, memory_format=layout)
     side, batch = (224, 8) if full else (32, 2)
 
     def images(i: int) -> tuple[Tensor, ...]:
         return (torch.randn(batch, 3, side, side, device=device).to(dtype).to(memory_format=layout),)
 
-    follows_eager(net, images, backend, calls=CALLS if full else 4)
+    follows_eager(net, images, backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_vit_small(backend: str, device: torch.device, full: bool, dtype: torch.dtype) -> None:
-    """timm's ViT-S in eval."""
+    """Timm's ViT-S in eval."""
     package("torchvision")
     small = {} if full else {"img_size": 32, "depth": 2}
     net = package("timm").create_model("vit_small_patch16_224", pretrained=False, **small)
@@ -179,16 +181,21 @@ def test_dropout_in_train_mode(backend: str, device: torch.device, full: bool) -
     assert torch.equal(after, torch.rand(3, device=device))
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_batch_norm_in_train_mode(
-    backend: str, device: torch.device, full: bool, momentum: float | None
-) -> None:
+def test_batch_norm_in_train_mode(backend: str, device: torch.device, full: bool) -> None:
     """Running statistics and the batch count move once per call, as in eager."""
     width = 32 if full else 4
-    net = nn.Sequential(nn.Conv2d(3, width, 3), nn.BatchNorm2d(width, momentum=momentum), nn.ReLU(), nn.Dropout2d(0.2))
+    net = nn.Sequential(nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout2d(0.2))
     side = 64 if full else 8
     graphed = follows_eager(net.train().to(device), normal(4, 3, side, side, device=device), backend)
     assert int(graphed.state_dict()["1.num_batches_tracked"]) == CALLS
+
+
+def test_batch_norm_without_momentum(backend: str, device: torch.device) -> None:
+    """Torch reads the count of batches on the host then: refused, at the line that called the module."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)).train().to(device)
+    graphed = graphify(net, backend=backend)
+    with torch.no_grad(), pytest.raises(CaptureError, match=r"read on the host[\s\S]*where: .*test_models\.py:\d+"):
+        graphed(torch.randn(3, 4, device=device))
 
 
 # -- Hugging Face encoders
@@ -456,4 +463,19 @@ def test_caches_that_count_in_python(
     with pytest.warns(UserWarning, match=name):
         got = decode(graphed, net, make(), 2, 12)
     identical(decode(step, net, make(), 2, 12), got)
-    assert handle(graphed).stats().eager >= 8
+    assert handle(graphed).stats().errors == 0
+
+
+@pytest.mark.xfail(strict=True, reason="each new count is a new signature, so every second call pays a failed capture")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_refused_counter_is_not_tried_again_and_again(backend: str, device: torch.device) -> None:
+    """A count that is read and re-bound was refused once: its next values are no new signatures to be tried."""
+    net, make, _ = _Decoders.sliding(device)
+
+    @graphify(backend=backend, fallback="eager")
+    def step(token: Tensor, cache: Any, position: Tensor) -> Tensor:
+        logits: Tensor = net(input_ids=token, past_key_values=cache, position_ids=position, use_cache=True).logits
+        return logits
+
+    decode(step, net, make(), 2, 16)
+    assert step.stats().eager >= 12

@@ -176,3 +176,94 @@ def test_arguments_that_share_memory_behave_as_in_eager(backend: str, device: to
     run()
 
     assert tally.replayed >= 0.5 * tally.runs, str(tally)
+
+
+# -- what these properties found once
+
+
+def test_a_plain_value_inside_a_held_object_is_part_of_the_signature(backend: str, device: torch.device) -> None:
+    """An attribute of an object that the function holds is read anew at every call, as in eager."""
+
+    def make() -> Any:
+        config = Record(0.5)
+        return lambda x: x * config.value
+
+    def change(twin: Any) -> None:
+        twin.__closure__[0].cell_contents.value = 3.0
+
+    calls = [Call((torch.randn(3),), before=change if number == 3 else None) for number in range(6)]
+
+    stats = assert_matches_eager(make=make, calls=calls, backend=backend, device=device)
+
+    assert stats.replays >= 2
+
+
+def test_batch_norm_moves_once_per_call_in_inference_mode(backend: str, device: torch.device) -> None:
+    """Statistics that no schema marks as written are put back after a capture in inference mode too."""
+    calls = [Call((torch.randn(3, 4),), context=torch.inference_mode) for _ in range(4)]
+
+    stats = assert_matches_eager(torch.nn.BatchNorm1d(4), calls, backend=backend, device=device)
+
+    assert stats.replays == 2
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_writes_into_arguments_come_back_from_every_call(backend: str, device: torch.device, context: Any) -> None:
+    """The call that captures, and each replay, leaves the caller's tensor as eager does."""
+
+    def step(x: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:
+        x[0].add_(1.0)
+        torch.mul(box[0], 2.0, out=box[0])
+        return x * 2
+
+    calls = [Call((torch.randn(3, 4), [torch.randn(2, 2).t()]), context=context) for _ in range(5)]
+
+    stats = assert_matches_eager(step, calls, backend=backend, device=device)
+
+    assert stats.replays == 3
+
+
+def test_inference_tensors_are_made_where_eager_makes_them(backend: str, device: torch.device) -> None:
+    """An inference_mode block inside marks its own results and no others."""
+
+    def step(x: torch.Tensor) -> Any:
+        outside = x + 1
+        with torch.inference_mode():
+            inside = x * 2
+        return outside, inside, torch.empty_like(x).fill_(0.5)
+
+    calls = [Call((torch.randn(3),), context=torch.no_grad) for _ in range(4)]
+
+    stats = assert_matches_eager(step, calls, backend=backend, device=device)
+
+    assert stats.replays == 2
+
+
+def test_inputs_that_need_grad_are_staged_under_grad_mode(backend: str, device: torch.device) -> None:
+    """A leaf that needs grad may be an argument of a call whose results need none."""
+    calls = [Call((torch.randn(3, requires_grad=True),), context=torch.enable_grad) for _ in range(4)]
+
+    stats = assert_matches_eager(lambda x: x.detach() * 2, calls, backend=backend, device=device)
+
+    assert stats.replays == 2
+
+
+def test_a_refusal_comes_before_anything_has_moved(backend: str, device: torch.device) -> None:
+    """A host read refuses the call; arguments, buffers and random numbers are then as before it."""
+    norm = torch.nn.BatchNorm1d(4)
+
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.add_(torch.rand(4, device=x.device))
+            return self.norm(x) * float(x.sum() > 0)
+
+    tally = Tally()
+    calls = [Call((torch.randn(3, 4),), context=torch.no_grad) for _ in range(3)]
+
+    assert_matches_eager(Reads(), calls, backend=backend, device=device, loud_ok=tally.refuse)
+
+    assert tally.loud

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from checks import counts
 from conftest import needs_cuda
+from torch import Tensor, nn
+
 from graphify import disabled, graphify, handle
 
 THREADS = 8

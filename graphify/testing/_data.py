@@ -104,9 +104,9 @@ def make_tensor(
         return LAYOUTS[layout][0](values)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Data(Late):
-    """A tensor argument by description; one object in two calls is one tensor in each twin."""
+    """A tensor argument by description; equal descriptions, in one call or several, are one tensor in each twin."""
 
     shape: Shape
     dtype: str = "float32"
@@ -137,7 +137,7 @@ class Data(Late):
         printer.text(repr(self))
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Rows(Late):
     """Some rows of another argument's tensor, sharing its memory."""
 

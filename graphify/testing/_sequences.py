@@ -59,7 +59,7 @@ class Spoil:
                     tensor.mul_(self.factor)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Latest(Late):
     """The latest result's first tensor like `like`, itself and not a copy; `like` where there is none."""
 

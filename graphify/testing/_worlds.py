@@ -9,7 +9,7 @@ import pickle
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class World:
         self.twin: Any = None
         self.outputs: list[Any] = []
         self._memo: dict[int, Any] = {}
+        self._made: dict[Hashable, Tensor] = {}
         self._bytes: dict[int, Tensor] = {}
         self._alive: list[object] = []
 
@@ -68,13 +69,11 @@ class World:
                 self._memo[id(found)] = self._tensor(found)
         return copy.deepcopy(value, self._memo)
 
-    def once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
-        """This world's copy of a tensor that is made on first use of `key` (an object, by identity)."""
-        if id(key) not in self._memo:
-            self._alive.append(key)
-            self._memo[id(key)] = self._tensor(make())
-        found: Tensor = self._memo[id(key)]
-        return found
+    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """This world's copy of a tensor that is made on first use of `key`."""
+        if key not in self._made:
+            self._made[key] = self._tensor(make())
+        return self._made[key]
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":

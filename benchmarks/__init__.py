@@ -1,0 +1,1 @@
+"""What graphify costs beside eager and hand-written CUDA graphs: `python -m benchmarks.dispatch`."""
