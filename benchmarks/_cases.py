@@ -112,7 +112,7 @@ def _by_hand(case: Case) -> list[Way]:
 
 
 def _captured(net: nn.Module, static: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):

@@ -8,11 +8,11 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import platform
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -30,11 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write the result file if asked for."""
     options = _parser().parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)
     lines = list(_report(device, options.rounds, options.calls))
     text = "\n".join(lines) + "\n"
     sys.stdout.write(text)
     if options.out is not None:
-        path = options.out / f"dispatch_{_slug(_hardware(device))}_{datetime.date.today():%Y-%m-%d}.md"
+        today = datetime.now(tz=timezone.utc)
+        path = options.out / f"dispatch_{_slug(_hardware(device))}_{today:%Y-%m-%d}.md"
         options.out.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         sys.stdout.write(f"written to {path}\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import linecache
-import os
 import sys
 import sysconfig
 import traceback
@@ -24,7 +23,6 @@ _LIBRARY = tuple(
     for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *torch.__path__}
     if path
 )
-_COMPILED = os.path.join("torch", "_dynamo", "eval_frame.py")
 _OURS = __file__.rpartition("/")[0] + "/"
 
 
@@ -79,6 +77,10 @@ class Executed:
         """Every name that the code loads as an attribute, global or closure cell."""
         return frozenset().union(*(names_of(code).loads for code, _ in self.codes.values()))
 
+    def reads(self) -> frozenset[str]:
+        """Every name that the code loads, or may load by a string."""
+        return self.loads() | frozenset().union(*(names_of(code).strings for code, _ in self.codes.values()))
+
     def names(self) -> frozenset[str]:
         """Every name that the code may read or write, `getattr(self, "name")` included."""
         return frozenset().union(
@@ -120,7 +122,8 @@ class Executed:
                 elif id(code) not in codes and not code.co_filename.startswith(_OURS):
                     codes[id(code)] = (code, frame.f_globals)
                     # Compiled code reads its values by guards that no bytecode shows.
-                    self.everything = self.everything or code.co_filename.endswith(_COMPILED)
+                    compiled = any(name.startswith("__compiled_fn") for name in code.co_names)
+                    self.everything = self.everything or compiled
             if previous is not None:
                 previous(frame, event, arg)
 
@@ -133,7 +136,7 @@ def is_library(filename: str) -> bool:
         return filename.startswith((_LIBRARY[-1], _OURS)) or any(
             filename.startswith(f"{path}/") for path in torch.__path__
         )
-    return filename.startswith((*_LIBRARY, _OURS, "<frozen", "<eval_with_key>"))
+    return filename.startswith((*_LIBRARY, _OURS, "<frozen", "<eval_with_key>", "<graphify"))
 
 
 def user_frame() -> FrameType | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Offence", "offence", "tensors_in"]
+__all__ = ["HOST", "Offence", "offence", "tensors_in"]
 
 aten = torch.ops.aten
 

@@ -40,7 +40,7 @@ class StaticInputs:
         self.tensors: list[Tensor] = list(leaves)
         self.copies: list[Copy] = []
         self._ranges: list[Range] = []
-        self._staged: list[Copy] = []
+        self._single: list[Copy] = []
         for family in _families(leaves):
             i = family[0]
             with torch.inference_mode(specs[i].inference), torch.no_grad():
@@ -56,13 +56,14 @@ class StaticInputs:
     def _allocate_scalar(self, leaf: Tensor, index: int, device: torch.device | None) -> None:
         self.tensors[index] = leaf.clone() if device is None else leaf.to(device)
         if device is not None:
-            self._staged.append((self.tensors[index], index))
+            self._single.append((self.tensors[index], index))
 
     def _allocate(self, leaf: Tensor, index: int) -> None:
         static = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
         # The same bits as the leaf's: a copy may move bytes without asking for their meaning.
         self.tensors[index] = with_bits(static, leaf)
-        self.copies.append((self.tensors[index], index))
+        # No foreach copy takes a negative bit.
+        (self._single if leaf.is_neg() else self.copies).append((self.tensors[index], index))
 
     def _allocate_range(self, leaves: Sources, family: list[int]) -> None:
         low, high = span(leaves[i] for i in family)
@@ -97,10 +98,10 @@ class StaticInputs:
 
     def filler(self) -> Callable[[Sources], None] | None:
         """What fills everything that `copies` leaves out; None when there is nothing."""
-        ranges, staged = self._ranges, self._staged
-        if not ranges and not staged:
+        ranges, single = self._ranges, self._single
+        if not ranges and not single:
             return None
-        inference = any(t.is_inference() for t in (*(r.flat for r in ranges), *(t for t, _ in staged)))
+        inference = any(t.is_inference() for t in (*(r.flat for r in ranges), *(t for t, _ in single)))
 
         def fill(sources: Sources) -> None:
             with torch.inference_mode() if inference else torch.no_grad():
@@ -108,7 +109,7 @@ class StaticInputs:
                     flat.copy_(
                         view_of(sources[leaf], flat, first_byte(sources[leaf]) - before, flat.shape, (1,))
                     )
-                for static, index in staged:
+                for static, index in single:
                     static.copy_(sources[index])
 
         return fill

@@ -269,7 +269,8 @@ class Life:
         if entry.graph is None:
             assert entry.refusal is not None
             return self._refuse(entry.refusal, call)
-        result = entry.graph(call.tensors, call.values)
+        # A recording run that was real has read its inputs, and may have changed them.
+        result = entry.graph(call.tensors, call.values, staged=entry.graph.recording.ran)
         entry.graph.replays = 0
         self.counts["captures"] += 1
         return result

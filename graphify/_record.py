@@ -94,20 +94,13 @@ class Graph:
         self.replays = 0
         self.seconds = 0.0
 
-    def __call__(self, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Any:
-        """Replay for these tensors and make the results."""
+    def __call__(self, tensors: tuple[Tensor, ...], values: tuple[Any, ...], staged: bool = False) -> Any:
+        """Replay for these tensors, unless they are staged already, and make the results."""
         pool = self.pool
         with pool.lock:
             self.order(self.memory)
-            try:
-                self.stage(tensors)
-                if self.fill is not None:
-                    self.fill(tensors)
-            except RuntimeError as error:
-                stale = stale_input(error)
-                if stale is None:
-                    raise
-                raise stale from None  # whose text holds the storage's own
+            if not staged:
+                self._stage(tensors)
             if pool.retired:
                 pool.retire()
             fresh = self.launch()
@@ -115,6 +108,17 @@ class Graph:
                 tensors[index].copy_(static)
             self.replays += 1
             return self.deliver(tensors, fresh, values)
+
+    def _stage(self, tensors: tuple[Tensor, ...]) -> None:
+        try:
+            self.stage(tensors)
+            if self.fill is not None:
+                self.fill(tensors)
+        except RuntimeError as error:
+            stale = stale_input(error)
+            if stale is None:
+                raise
+            raise stale from None  # whose text holds the storage's own
 
 
 def stale_input(error: RuntimeError) -> StaleOutputError | None:
@@ -274,7 +278,7 @@ class _Session:
         """A change that can be repeated at each call: a field that is only written."""
         place = change.place
         writable = place.kind in ("field", "cell", "attr") and change.after is not MISSING
-        if writable and place.key not in self.executed.loads():
+        if writable and place.key not in self.executed.reads():
             return change
         what = "reads and re-binds" if writable else "changes"
         raise CaptureError(

@@ -68,9 +68,7 @@ class ResultPlan:
         return (
             len(self.copied) == len(self._makers)
             and not any(r.requires_grad for r in self.copied)
-            and all(
-                isinstance(maker, _Copied) and maker.position == i for i, maker in enumerate(self._makers)
-            )
+            and all(type(maker) is _Copied and maker.position == i for i, maker in enumerate(self._makers))
         )
 
     def maker(self) -> Callable[[Sources, Sequence[Tensor]], Sequence[Tensor]]:
@@ -92,10 +90,11 @@ class ResultPlan:
         return make
 
     def moded(self, launch: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
-        """Make the copies in the inference mode in which the run made its results."""
-        inference = bool(self.copied) and self.copied[0].is_inference()
-        if not self.copied or inference == torch.is_inference_mode_enabled():
+        """Make the copies in the inference mode in which the run made its results, where all agree."""
+        modes = {t.is_inference() for t in self.copied}
+        if len(modes) != 1 or modes == {torch.is_inference_mode_enabled()}:
             return launch
+        inference = modes.pop()
 
         def switched() -> Sequence[Tensor]:
             with torch.inference_mode(inference):
@@ -134,7 +133,8 @@ class ResultPlan:
             self._wholes[key] = self._add_whole([r for r in self.results if family_key(r) == key])
         position, low = self._wholes[key]
         if self.copied[position] is result:
-            return _Copied(position)
+            mixed = len({r.is_inference() for r in self.results}) > 1
+            return _Recast(position, result.is_inference()) if mixed else _Copied(position)
         byte, size, stride = first_byte(result) - low, result.shape, result.stride()
         return lambda sources, fresh: view_of(fresh[position], result, byte, size, stride)
 
@@ -159,6 +159,21 @@ class _Copied:
 
     def __call__(self, sources: Sources, fresh: Sequence[Tensor]) -> Tensor:
         return fresh[self.position]
+
+
+class _Recast(_Copied):
+    """A copy that must be made once more, in the inference mode of its result: the results are of both."""
+
+    def __init__(self, position: int, inference: bool) -> None:
+        super().__init__(position)
+        self.inference = inference
+
+    def __call__(self, sources: Sources, fresh: Sequence[Tensor]) -> Tensor:
+        made = fresh[self.position]
+        if made.is_inference() == self.inference:
+            return made
+        with torch.inference_mode(self.inference):
+            return made.clone()
 
 
 def _by_storage(tensors: Sources) -> dict[int, list[tuple[int, Tensor]]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from ._code import Executed, user_line
-from ._illegal import Offence, offence, tensors_in
+from ._illegal import HOST, Offence, offence, tensors_in
 from ._layout import family_key
 from ._undo import UndoLog, writes_of
 from .errors import CaptureError
@@ -85,6 +85,17 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is not None:
             self.blame(found)
 
+    def _check_lifted(self, tensor: Tensor) -> None:
+        """`torch.tensor(..., device=...)` copies from the host below every dispatcher; only this shows."""
+        if tensor.device.type == self.device.type != "cpu":
+            self.blame(
+                Offence(
+                    "`torch.tensor` makes a device tensor from Python numbers inside",
+                    HOST,
+                    "`torch.full`, or make it once outside the graphed function",
+                )
+            )
+
     def blame(self, found: Offence) -> None:
         """Note an offence with the user's own line; raise it when strict."""
         error = CaptureError(found.what, where=user_line(), why=found.why, fix=found.fix)
@@ -114,6 +125,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = family_key(tensor)
             if func in _BORN:
                 self.born.add(key)
+                self._check_lifted(tensor)
             elif key not in self.born and key not in self.given:
                 self.outside.setdefault(key, tensor)
         if func in _RESTRIDING:

@@ -28,7 +28,9 @@ else:
 # The tensors of the tests are tiny: more threads only cost time.
 torch.set_num_threads(1)
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: torch.cuda.is_available() is False")
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device: torch.cuda.is_available() is False"
+)
 BACKENDS = ["tape", "eager", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
 
 
@@ -74,5 +76,9 @@ def same_torch_afterwards() -> Iterator[None]:
     before = _global_state()
     yield
     after = _global_state()
-    changed = [f"{name}: {value} before, {after[name]} after" for name, value in before.items() if after[name] != value]
+    changed = [
+        f"{name}: {value} before, {after[name]} after"
+        for name, value in before.items()
+        if after[name] != value
+    ]
     assert not changed, "the test changed torch's global state: " + "; ".join(changed)

@@ -588,8 +588,11 @@ def test_b68_inference_state(backend, device):
     assert counts(graphed)[2] == 4
 
 
-def test_b69_hooks_of_the_module_run_at_every_call(backend, device):
+def test_b69_hooks_of_the_module_run_at_every_call(backend, device, request):
     """Forward hooks and pre-hooks of the graphed module itself run at each call, and may change the result."""
+    known_fault(
+        request, "what the module's own hooks close over is guarded, though they run outside the graph"
+    )
     seen: list[str] = []
 
     def hooked() -> nn.Module:

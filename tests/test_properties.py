@@ -38,7 +38,9 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def cases(draw: st.DrawFn, device: str) -> Case:
     program = draw(programs())
-    return Case(program, draw(call_sequences(program, min_calls=4, max_calls=7, device=device)), draw(options()))
+    return Case(
+        program, draw(call_sequences(program, min_calls=4, max_calls=7, device=device)), draw(options())
+    )
 
 
 class Tally:
@@ -116,7 +118,10 @@ def renewed(tree: Any, step: int) -> Any:
         fresh = fresh.conj() if tree.is_conj() else fresh
         fresh = torch._neg_view(fresh) if tree.is_neg() else fresh
         flat = torch.empty(0, dtype=tree.dtype).set_(fresh.untyped_storage()) if tree.numel() else fresh
-        flat.logical_not_() if tree.dtype == torch.bool and step % 2 else flat.add_(step)
+        if tree.dtype == torch.bool:
+            flat.logical_xor_(torch.tensor(step % 2 == 1))
+        else:
+            flat.add_(step)
         return fresh
     if isinstance(tree, Record):
         return Record(renewed(tree.value, step), renewed(tree.note, step))
@@ -150,7 +155,9 @@ def test_any_argument_tree_comes_back_as_from_eager(backend: str, device: torch.
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_arguments_that_share_memory_behave_as_in_eager(backend: str, device: torch.device, writes: bool) -> None:
+def test_arguments_that_share_memory_behave_as_in_eager(
+    backend: str, device: torch.device, writes: bool
+) -> None:
     """The same tensor twice, overlapping and disjoint views of one: reads and writes through one are seen by all."""
     tally = Tally()
 
@@ -181,7 +188,9 @@ def test_arguments_that_share_memory_behave_as_in_eager(backend: str, device: to
 # -- what these properties found once
 
 
-def test_a_plain_value_inside_a_held_object_is_part_of_the_signature(backend: str, device: torch.device) -> None:
+def test_a_plain_value_inside_a_held_object_is_part_of_the_signature(
+    backend: str, device: torch.device
+) -> None:
     """An attribute of an object that the function holds is read anew at every call, as in eager."""
 
     def make() -> Any:
@@ -208,7 +217,9 @@ def test_batch_norm_moves_once_per_call_in_inference_mode(backend: str, device: 
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_writes_into_arguments_come_back_from_every_call(backend: str, device: torch.device, context: Any) -> None:
+def test_writes_into_arguments_come_back_from_every_call(
+    backend: str, device: torch.device, context: Any
+) -> None:
     """The call that captures, and each replay, leaves the caller's tensor as eager does."""
 
     def step(x: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:
@@ -267,3 +278,20 @@ def test_a_refusal_comes_before_anything_has_moved(backend: str, device: torch.d
     assert_matches_eager(Reads(), calls, backend=backend, device=device, loud_ok=tally.refuse)
 
     assert tally.loud
+
+
+def test_several_lazily_negated_or_conjugated_inputs_are_staged(backend: str, device: torch.device) -> None:
+    """Inputs keep their conj and neg bits, also where several are copied at once."""
+
+    def step(*parts: torch.Tensor) -> Any:
+        return [part * 2 for part in parts], [part.is_conj() for part in parts], parts[0].resolve_conj()
+
+    def arguments() -> tuple[torch.Tensor, ...]:
+        z = torch.randn(3, dtype=torch.complex128)
+        return z.conj(), z.conj().imag, torch.randn(2, dtype=torch.float64), torch.randn(2, dtype=z.dtype)
+
+    calls = [arguments() for _ in range(4)]
+
+    stats = assert_matches_eager(step, calls, backend=backend, device=device)
+
+    assert stats.replays == 2

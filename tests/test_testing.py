@@ -83,11 +83,23 @@ class Counter(nn.Module):
 
 RESULTS = {
     "a value": (twice, lambda y: y + 1e-6, r"output: values: \d of 6 differ, first at \(0, 0\): eager"),
-    "the sign of zero": (torch.zeros_like, lambda y: -y, r"output: values: 6 of 6 differ.*eager 0.0, graphed -0.0"),
-    "a stride": (twice, lambda y: y.t().contiguous().t(), r"output: stride: eager \(3, 1\), graphed \(1, 2\)"),
+    "the sign of zero": (
+        torch.zeros_like,
+        lambda y: -y,
+        r"output: values: 6 of 6 differ.*eager 0.0, graphed -0.0",
+    ),
+    "a stride": (
+        twice,
+        lambda y: y.t().contiguous().t(),
+        r"output: stride: eager \(3, 1\), graphed \(1, 2\)",
+    ),
     "a dtype": (twice, lambda y: y.double(), "output: dtype: eager torch.float32, graphed torch.float64"),
     "a shape": (twice, lambda y: y[None], r"output: shape: eager \(2, 3\), graphed \(1, 2, 3\)"),
-    "requires_grad": (twice, lambda y: y.requires_grad_(), "output: requires_grad: eager False, graphed True"),
+    "requires_grad": (
+        twice,
+        lambda y: y.requires_grad_(),
+        "output: requires_grad: eager False, graphed True",
+    ),
     "a conj bit": (
         lambda x: torch.complex(x, x).conj(),
         lambda y: y.resolve_conj(),
@@ -96,22 +108,38 @@ RESULTS = {
     "a container": (lambda x: [x * 2], tuple, r"output: type: eager list, graphed tuple"),
     "a named tuple": (lambda x: Pair(x * 2, 1), tuple, "output: type: eager Pair, graphed tuple"),
     "a dataclass": (lambda x: Record(x * 2), vars, "output: type: eager Record, graphed dict"),
-    "a field": (lambda x: Record(x * 2, 1), lambda r: Record(r.value, 2), r"output.note: value: eager 1 \(int\)"),
+    "a field": (
+        lambda x: Record(x * 2, 1),
+        lambda r: Record(r.value, 2),
+        r"output.note: value: eager 1 \(int\)",
+    ),
     "the order of keys": (
         lambda x: {"a": x * 2, "b": 1},
         lambda d: dict(reversed(d.items())),
         r"output: keys: eager \['a', 'b'\], graphed \['b', 'a'\]",
     ),
     "a length": (lambda x: [x * 2, 1], lambda r: r[:1], "output: length: eager 2, graphed 1"),
-    "a constant": (lambda x: (x * 2, 1), lambda r: (r[0], True), r"output\[1\]: type: eager 1 \(int\), graphed True"),
+    "a constant": (
+        lambda x: (x * 2, 1),
+        lambda r: (r[0], True),
+        r"output\[1\]: type: eager 1 \(int\), graphed True",
+    ),
     "a NaN": (lambda x: (x * 2, float("nan")), lambda r: (r[0], 0.0), r"output\[1\]: value: eager nan"),
-    "a missing leaf": (lambda x: {"a": (x * 2, None)}, lambda d: {"a": (d["a"][0], d["a"][0])}, r"output\['a'\]\[1\]: type"),
+    "a missing leaf": (
+        lambda x: {"a": (x * 2, None)},
+        lambda d: {"a": (d["a"][0], d["a"][0])},
+        r"output\['a'\]\[1\]: type",
+    ),
     "a Parameter": (
         lambda x: nn.Parameter(x * 2, requires_grad=False),
         lambda y: y.detach(),
         "output: type: eager Parameter, graphed Tensor",
     ),
-    "its own object": (lambda x: x, lambda y: y[...], r"output: aliasing: eager is args\[0\], graphed shares memory"),
+    "its own object": (
+        lambda x: x,
+        lambda y: y[...],
+        r"output: aliasing: eager is args\[0\], graphed shares memory",
+    ),
     "shared memory": (
         lambda x: x[1:],
         lambda y: y.clone(),
@@ -176,10 +204,22 @@ def spoiled(change: Callable[[Any], object]) -> Wrap:
 STATE = {
     "a buffer": (lambda m: m.seen.add_(1), "self.seen: values: 3 of 3 differ"),
     "a parameter": (lambda m: m.lin.weight.mul_(2), "self.lin.weight: values: 9 of 9 differ"),
-    "a gradient": (lambda m: setattr(m.lin.weight, "grad", torch.zeros(3, 3)), "self.lin.weight.grad: type: eager None"),
-    "requires_grad of a parameter": (lambda m: m.lin.requires_grad_(False), "self.lin.weight: requires_grad: eager True"),
-    "a plain attribute": (lambda m: setattr(m, "scale", 2.0), r"self.scale: value: eager 1.5 \(float\), graphed 2.0"),
-    "a new attribute": (lambda m: setattr(m, "extra", 1), r"self: attributes: eager \[.*\], graphed \[.*'extra'"),
+    "a gradient": (
+        lambda m: setattr(m.lin.weight, "grad", torch.zeros(3, 3)),
+        "self.lin.weight.grad: type: eager None",
+    ),
+    "requires_grad of a parameter": (
+        lambda m: m.lin.requires_grad_(False),
+        "self.lin.weight: requires_grad: eager True",
+    ),
+    "a plain attribute": (
+        lambda m: setattr(m, "scale", 2.0),
+        r"self.scale: value: eager 1.5 \(float\), graphed 2.0",
+    ),
+    "a new attribute": (
+        lambda m: setattr(m, "extra", 1),
+        r"self: attributes: eager \[.*\], graphed \[.*'extra'",
+    ),
     "a training flag": (lambda m: m.lin.eval(), "self.lin.training: value: eager True"),
     "a list": (lambda m: m.log.append(1), "self.log: length: eager 0, graphed 1"),
     "a stale attribute": (lambda m: setattr(m, "last", torch.zeros(2, 3)), "self.last: values"),
@@ -229,7 +269,9 @@ def test_closure_cells_and_globals_are_state() -> None:
 
     assert_matches_eager(make=make, calls=calls(), graphed=plain)
     assert "step.count: value: eager 1 (int), graphed 7 (int)" in differing(None, spoiled(recount), make=make)
-    assert "step.total: values" in differing(None, spoiled(lambda f: cell(f, "total").cell_contents.zero_()), make=make)
+    assert "step.total: values" in differing(
+        None, spoiled(lambda f: cell(f, "total").cell_contents.zero_()), make=make
+    )
 
 
 def test_more_state_can_be_given() -> None:
@@ -342,7 +384,10 @@ def picky(x: Tensor) -> Tensor:
 EXCEPTIONS = {
     "missing": (lambda x: x * 2, "exception: eager ValueError: two rows, graphed none"),
     "of another type": (lambda x: list(x)[5], "exception: eager ValueError: two rows, graphed IndexError"),
-    "with other words": (lambda x: picky(x[:1]) if x.shape[0] < 2 else int("x"), "graphed ValueError: invalid literal"),
+    "with other words": (
+        lambda x: picky(x[:1]) if x.shape[0] < 2 else int("x"),
+        "graphed ValueError: invalid literal",
+    ),
 }
 
 
@@ -490,10 +535,22 @@ def test_copies_keep_everything_about_a_tensor() -> None:
         inference = torch.randn(2)
     leaf = nn.Parameter(torch.randn(3))
     leaf.grad = torch.ones(3)
-    arguments = (base, base[1:, ::2], base.t(), base[:1].expand(5, 6), z.conj(), z.conj().imag, inference, leaf, leaf)
+    arguments = (
+        base,
+        base[1:, ::2],
+        base.t(),
+        base[:1].expand(5, 6),
+        z.conj(),
+        z.conj().imag,
+        inference,
+        leaf,
+        leaf,
+    )
     seen: list[tuple[Tensor, ...]] = []
 
-    assert_matches_eager(make=lambda: lambda *args: seen.append(args), calls=[arguments], graphed=plain, check_state=False)
+    assert_matches_eager(
+        make=lambda: lambda *args: seen.append(args), calls=[arguments], graphed=plain, check_state=False
+    )
 
     for twin in seen:
         for original, copy in zip(arguments, twin, strict=True):
@@ -518,7 +575,9 @@ def test_calls_say_what_happens_around_them() -> None:
 
     results: list[Any] = []
     sequence = [
-        Call((torch.ones(2),), {"by": 3.0}, context=torch.no_grad, after=lambda twin, out: results.append(out)),
+        Call(
+            (torch.ones(2),), {"by": 3.0}, context=torch.no_grad, after=lambda twin, out: results.append(out)
+        ),
         Call((torch.ones(2),), after=lambda twin, out: results.append(out)),
     ]
 
@@ -562,7 +621,9 @@ def test_functions_whose_twins_would_share_state_are_refused() -> None:
 
     assert counts(torch.ones(1)).shape == (1,)
     for function in (lambda x: x * weight, lambda x: log.append(1), counts):
-        with pytest.raises(TypeError, match=r"`\w+` from outside, so its twins would share it. Pass a factory"):
+        with pytest.raises(
+            TypeError, match=r"`\w+` from outside, so its twins would share it. Pass a factory"
+        ):
             assert_matches_eager(function, calls(), graphed=plain)
     with pytest.raises(TypeError, match="either a target or make="):
         assert_matches_eager(twice, calls(), make=lambda: twice)
@@ -595,7 +656,14 @@ def test_a_real_backend_is_compared_and_counted(backend: str, device: torch.devi
 def test_tensors_are_what_was_asked_for(data: st.DataObject) -> None:
     """dtypes, dimensions, sides and layouts stay within what the caller named."""
     drawn = data.draw(
-        tensors(dtypes=[torch.float32, torch.int64], min_dims=1, max_dims=3, min_side=1, max_side=3, layouts=["stepped"])
+        tensors(
+            dtypes=[torch.float32, torch.int64],
+            min_dims=1,
+            max_dims=3,
+            min_side=1,
+            max_side=3,
+            layouts=["stepped"],
+        )
     )
 
     assert drawn.dtype in (torch.float32, torch.int64)
@@ -611,7 +679,11 @@ LAYOUTS = {
     "offset": ((2, 3), torch.float32, lambda t: t.storage_offset() == 3),
     "expanded": ((2, 3), torch.float32, lambda t: t.stride() == (0, 1)),
     "overlapping": ((2, 3), torch.float32, lambda t: t.stride() == (1, 1)),
-    "channels_last": ((2, 3, 4, 5), torch.float32, lambda t: t.is_contiguous(memory_format=torch.channels_last)),
+    "channels_last": (
+        (2, 3, 4, 5),
+        torch.float32,
+        lambda t: t.is_contiguous(memory_format=torch.channels_last),
+    ),
     "conj": ((2,), torch.complex64, lambda t: t.is_conj()),
     "neg": ((2,), torch.float32, lambda t: t.is_neg()),
 }
@@ -639,7 +711,9 @@ def test_an_unknown_layout_is_refused_at_draw_time() -> None:
     @given(strategy)
     def draw(tensor: Tensor) -> None: ...
 
-    with pytest.raises(ValueError, match=r"tensors\(layouts=...\): \['diagonal'\] not among \['channels_last'"):
+    with pytest.raises(
+        ValueError, match=r"tensors\(layouts=...\): \['diagonal'\] not among \['channels_last'"
+    ):
         draw()
 
 
@@ -691,7 +765,14 @@ def test_programs_run_can_be_pasted_and_repeat_themselves(data: st.DataObject) -
 
 def test_calls_of_a_program_can_be_pasted() -> None:
     """The repr of a drawn call is the text that makes it."""
-    names = {"Call": Call, "Data": Data, "Rows": Rows, "Latest": Latest, "Ambient": Ambient, "Changes": Changes}
+    names = {
+        "Call": Call,
+        "Data": Data,
+        "Rows": Rows,
+        "Latest": Latest,
+        "Ambient": Ambient,
+        "Changes": Changes,
+    }
     names |= {"Spoil": Spoil, "Pair": Pair, "Record": Record}
 
     @settings(max_examples=50)
