@@ -145,9 +145,9 @@ class UndoLog:
         """
         with below():
             for storage, saved in reversed(self._bytes):
-                if storage.nbytes() < saved.numel():
-                    storage.resize_(saved.numel())
-                _bytes(storage, saved.numel()).copy_(saved)
+                _bytes(storage, saved.numel()).copy_(
+                    saved
+                )  # `set_` inside gives a shrunk storage its size back
             for tensor, clone in reversed(self._opaque):
                 tensor.copy_(clone)
             for host in [] if values_only else reversed(self._host.values()):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from graphify.backends._tape_steps import settled
 from graphify.backends.tape import TapeBackend, TapePool, TapeRecording
 from graphify.errors import CaptureError, GraphifyError
 
@@ -110,6 +112,32 @@ class TestEqualToEager:
         assert recording.nodes == 6  # and one copy, which `contiguous` makes of the transpose
         assert recording.bytes == 6 * 2 * 4 * 4
 
+    def test_layout_in_place_is_no_work(self) -> None:
+        """`t_` and its like change what the host knows of a tensor; their memory is as it was."""
+        x = torch.randn(2, 3)
+
+        recording, out = record(lambda: x.clone().t_().unsqueeze_(0) * 2)
+        recording.replay()
+        recording.replay()
+
+        assert recording.nodes == 2
+        assert same(out, x.t()[None] * 2)
+
+    def test_memory_that_the_host_gave_back(self) -> None:
+        """A storage that Python empties after its last use has room again at each replay."""
+        x = torch.randn(1000)
+
+        def run() -> Tensor:
+            y = x * 2
+            z = y + 1
+            y.untyped_storage().resize_(0)
+            return z
+
+        recording, out = record(run)
+        recording.replay()
+
+        assert same(out, x * 2 + 1)
+
     def test_numpy_memory_stays_the_hosts(self) -> None:
         """A tensor over NumPy's memory is read where it is, and never filled with NaN."""
         numpy = pytest.importorskip("numpy")
@@ -122,16 +150,18 @@ class TestEqualToEager:
         assert out.tolist() == [10, 2, 2]
         assert table.tolist() == [5, 1, 1]
 
-    def test_only_what_was_asked_of_autograd(self) -> None:
-        """Replays make no versions: what autograd saved outside stays valid."""
+    def test_replays_leave_no_version(self) -> None:
+        """Recording counts as one write, replays as none: what autograd saved outside stays valid."""
         state, x = torch.zeros(3), torch.ones(3, requires_grad=True)
-        recording, _ = record(lambda: state.add_(1))
-        product = x * state
         versions = state._version
+        recording, _ = record(lambda: state.add_(1))
+        assert state._version == versions + 1
+        product = x * state
 
         recording.replay()
+        recording.replay()
 
-        assert state._version == versions
+        assert state._version == versions + 1
         product.sum().backward()
 
 
@@ -146,6 +176,12 @@ AROUND: dict[str, Callable[[], Any]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "a dispatch mode": Bystander,
 }
+
+
+@pytest.fixture
+def library() -> Iterator[torch.library.Library]:
+    with torch.library._scoped_library("graphify_kernels", "FRAGMENT") as found:
+        yield found
 
 
 class TestThreadState:
@@ -197,21 +233,76 @@ class TestThreadState:
         finally:
             torch.set_default_dtype(torch.float32)
 
-    def test_a_result_of_another_kind(self) -> None:
+    def test_what_a_kernel_reads(self, library: torch.library.Library) -> None:
+        """A kernel finds the grad and inference mode it was recorded in, and one tensor twice as one tensor."""
+        seen: list[object] = []
+
+        def look(x: Tensor, y: Tensor) -> Tensor:
+            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), x is y))
+            return x.clone()
+
+        library.define("look(Tensor x, Tensor y) -> Tensor")
+        library.impl("look", look, "CPU")
+        x = torch.ones(2)
+
+        def run() -> None:
+            torch.ops.graphify_kernels.look(x, x)
+            with torch.no_grad():
+                torch.ops.graphify_kernels.look(x, x.clone())
+            with torch.inference_mode():
+                torch.ops.graphify_kernels.look(x, x)
+
+        recording, _ = record(run)
+        recorded = seen.copy()
+        seen.clear()
+        with torch.inference_mode():
+            recording.replay()
+
+        assert recorded == [(True, False, True), (False, False, False), (False, True, True)]
+        assert seen == recorded
+
+    def test_operators_without_results(self, library: torch.library.Library) -> None:
+        """An operator that returns nothing did something: it is repeated, and so is one that only draws."""
+        calls: list[str] = []
+
+        def draw() -> None:
+            calls.append("draw")
+            torch.rand(1)
+
+        library.define("note(Tensor x) -> ()")
+        library.define("draw() -> ()")
+        library.impl("note", lambda x: calls.append("note"), "CPU")
+        library.impl("draw", draw, "CompositeExplicitAutograd")
+        x = torch.ones(2)
+
+        recording, _ = record(lambda: (torch.ops.graphify_kernels.note(x), torch.ops.graphify_kernels.draw()))
+        recording.replay()
+
+        assert calls == ["note", "draw"] * 2
+
+    def test_a_result_of_another_kind(self, library: torch.library.Library) -> None:
         """A kernel that makes another result at replay is loud, never a silent cast."""
         wide = [False]
+        library.define("kind(Tensor x) -> Tensor")
+        library.impl("kind", lambda x: x.double() if wide[0] else x.clone(), "CPU")
+        x = torch.ones(2)
+        recording, _ = record(lambda: torch.ops.graphify_kernels.kind(x))
+        recording.replay()
+        wide[0] = True
 
-        def kind(x: Tensor) -> Tensor:
-            return x.double() if wide[0] else x.clone()
-
-        with torch.library._scoped_library("graphify_kinds", "FRAGMENT") as library:
-            library.define("kind(Tensor x) -> Tensor")
-            library.impl("kind", kind, "CPU")
-            x = torch.ones(2)
-            recording, _ = record(lambda: torch.ops.graphify_kinds.kind(x))
+        with pytest.raises(GraphifyError, match=r"graphify_kernels.kind.*float64 at replay.*float32"):
             recording.replay()
-            wide[0] = True
-            with pytest.raises(GraphifyError, match=r"graphify_kinds.kind.*float64 at replay.*float32"):
+
+    def test_fewer_or_more_results(self, library: torch.library.Library) -> None:
+        """A list of another length is loud too."""
+        count = [2]
+        library.define("some(Tensor x) -> Tensor[]")
+        library.impl("some", lambda x: [x.clone() for _ in range(count[0])], "CPU")
+        x = torch.ones(2)
+        recording, _ = record(lambda: torch.ops.graphify_kernels.some(x))
+        recording.replay()
+        for count[0] in (1, 3):
+            with pytest.raises(GraphifyError, match=r"graphify_kernels.some"):
                 recording.replay()
 
 
@@ -600,6 +691,15 @@ class TestCollectives:
         recording.replay()
 
         assert out.tolist() == [11, 11, 11]
+
+    def test_handles_are_waited_for(self) -> None:
+        """Whatever an operator of `c10d` answers beside tensors is waited for."""
+        waited: list[int] = []
+        work = SimpleNamespace(wait=lambda: waited.append(1))
+        result = [torch.ones(2)], work
+
+        assert settled(SimpleNamespace(namespace="c10d"), result) is result
+        assert waited == [1]
 
     @pytest.mark.filterwarnings("ignore")
     def test_functional_all_reduce(self, group: Any) -> None:

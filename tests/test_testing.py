@@ -676,7 +676,8 @@ LAYOUTS = {
     "contiguous": ((2, 3), torch.float32, lambda t: t.is_contiguous()),
     "transposed": ((2, 3), torch.float32, lambda t: t.stride() == (1, 2)),
     "stepped": ((2, 3), torch.float32, lambda t: t.stride() == (6, 2)),
-    "offset": ((2, 3), torch.float32, lambda t: t.storage_offset() == 3),
+    "offset": ((2, 3), torch.float32, lambda t: t.storage_offset() == 16),
+    "unaligned": ((2, 3), torch.float32, lambda t: t.storage_offset() == 3),
     "expanded": ((2, 3), torch.float32, lambda t: t.stride() == (0, 1)),
     "overlapping": ((2, 3), torch.float32, lambda t: t.stride() == (1, 1)),
     "channels_last": (

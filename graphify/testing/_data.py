@@ -29,8 +29,14 @@ def _stepped(values: Tensor) -> Tensor:
     return wide[..., ::2].copy_(values)
 
 
-def _offset(values: Tensor) -> Tensor:
-    return torch.cat([values.new_zeros(3), values.reshape(-1)])[3:].view(values.shape)
+def _offset(values: Tensor, elements: int | None = None) -> Tensor:
+    # By default as aligned as new memory: matrix products round otherwise elsewhere.
+    start = 64 // values.element_size() if elements is None else elements
+    return torch.cat([values.new_zeros(start), values.reshape(-1)])[start:].view(values.shape)
+
+
+def _unaligned(values: Tensor) -> Tensor:
+    return _offset(values, 3)
 
 
 def _expanded(values: Tensor) -> Tensor:
@@ -60,6 +66,7 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Shape, torch.dtyp
     "transposed": (_transposed, lambda shape, dtype: len(shape) > 1),
     "stepped": (_stepped, lambda shape, dtype: len(shape) > 0),
     "offset": (_offset, lambda shape, dtype: True),
+    "unaligned": (_unaligned, lambda shape, dtype: True),
     "expanded": (_expanded, lambda shape, dtype: len(shape) > 0 and shape[0] > 1),
     "overlapping": (_overlapping, lambda shape, dtype: len(shape) > 1 and 0 not in shape),
     "channels_last": (_channels_last, lambda shape, dtype: len(shape) == 4),

@@ -71,7 +71,7 @@ def tensors(
     Args:
         dtypes: what to choose from.
         shapes: a strategy for shapes; None: `min_dims` to `max_dims` sides of `min_side` to `max_side`.
-        layouts: "contiguous", "transposed", "stepped" (every second element), "offset" (starts inside its storage),
+        layouts: "contiguous", "transposed", "stepped" (every second element), "offset" (starts 64 bytes into its storage), "unaligned" (starts at its fourth element),
             "expanded" (stride 0), "overlapping" (a sliding window), "channels_last", "conj", "neg". One that fits no
             drawn shape is left out for it; "contiguous" is what is left when none fits.
         allow_special: let floats hold NaN, infinities and -0.0.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._layout import with_bits
 from ._compare import held_by
 
 __all__ = ["Late", "Rng", "World", "reachable", "refuse_shared_state"]
@@ -85,8 +86,7 @@ class World:
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             twin = torch.empty(0, dtype=tensor.dtype, device=memory.device)
             twin.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-            twin = twin.conj() if tensor.is_conj() else twin
-            twin = torch._neg_view(twin) if tensor.is_neg() else twin
+            twin = with_bits(twin, tensor)
         if isinstance(tensor, nn.Parameter):
             twin = nn.Parameter(twin, requires_grad=False)
         twin.requires_grad_(tensor.requires_grad)
