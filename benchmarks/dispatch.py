@@ -1,8 +1,8 @@
 """CPU time until a call returns, wall time and latency, beside eager and hand-written graphs.
 
-    python -m benchmarks.dispatch                # on a GPU: the tables
-    python -m benchmarks.dispatch --out notes    # and a dated file of them
-    python -m benchmarks.dispatch --rounds 1 --calls 3    # on a CPU: only that it runs
+python -m benchmarks.dispatch                # on a GPU: the tables
+python -m benchmarks.dispatch --out notes    # and a dated file of them
+python -m benchmarks.dispatch --rounds 1 --calls 3    # on a CPU: only that it runs
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.dispatch", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--rounds", type=int, default=7, help="rounds whose median is shown (default 7)")
     parser.add_argument("--calls", type=int, default=300, help="calls per round (default 300)")
     parser.add_argument("--out", type=Path, help="folder for a dated result file")
@@ -125,7 +127,9 @@ def _ratio(time: float, other: float | None) -> str:
 
 
 def _hardware(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.processor()}".strip()
+    return (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.processor()}".strip()
+    )
 
 
 def _slug(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import gc
 import linecache
 import sys
 import sysconfig
@@ -18,10 +19,9 @@ import torch
 
 __all__ = ["CodeNames", "Executed", "is_library", "line_of", "names_of", "user_frame", "user_line"]
 
-_LIBRARY = tuple(
-    f"{path}/"
-    for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), *torch.__path__}
-    if path
+_TORCH = tuple(f"{path}/" for path in torch.__path__)
+_STANDARD = tuple(
+    f"{path}/" for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")} if path
 )
 _OURS = __file__.rpartition("/")[0] + "/"
 
@@ -108,17 +108,18 @@ class Executed:
 
     def _follow(self, previous: Any) -> Callable[[FrameType, str, Any], None]:
         codes = self.codes
-        importing: list[FrameType] = []
+        aside: list[FrameType] = []
+        collecting = {id(getattr(callback, "__code__", None)) for callback in gc.callbacks}
 
         def follow(frame: FrameType, event: str, arg: Any) -> None:
             code = frame.f_code
-            if importing:
-                # A module imported for the first time, by whomever, is not what the function reads.
-                if event == "return" and frame is importing[0]:
-                    importing.clear()
+            if aside:
+                if event == "return" and frame is aside[0]:
+                    aside.clear()
             elif event == "call":
-                if code.co_name == "<module>":
-                    importing.append(frame)
+                # A first import, or what the garbage collector calls, is not what the function reads.
+                if code.co_name == "<module>" or id(code) in collecting:
+                    aside.append(frame)
                 elif id(code) not in codes and not code.co_filename.startswith(_OURS):
                     codes[id(code)] = (code, frame.f_globals)
                     # Compiled code reads its values by guards that no bytecode shows.
@@ -132,11 +133,11 @@ class Executed:
 
 def is_library(filename: str) -> bool:
     """Whether a file belongs to torch, to the standard library or to graphify."""
+    if filename.startswith((_OURS, *_TORCH)):
+        return True
     if "site-packages" in filename or "dist-packages" in filename:
-        return filename.startswith((_LIBRARY[-1], _OURS)) or any(
-            filename.startswith(f"{path}/") for path in torch.__path__
-        )
-    return filename.startswith((*_LIBRARY, _OURS, "<frozen", "<eval_with_key>", "<graphify"))
+        return False
+    return filename.startswith((*_STANDARD, "<frozen", "<eval_with_key>", "<graphify"))
 
 
 def user_frame() -> FrameType | None:

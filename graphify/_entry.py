@@ -87,6 +87,11 @@ class Entry:
         self.graph = None
         self._watch_arguments()
 
+    def end(self) -> None:
+        """Fit no call any more: an opaque argument's address may come back with another object."""
+        self.drop()
+        self.holds, self.guard = _never, None
+
     def _watch_arguments(self) -> None:
         scalars = self.scalars
         conflicts = self.graph.conflicts if self.graph is not None else frozenset()
@@ -116,7 +121,7 @@ class Table:
 
     def remove(self, entry: Entry) -> None:
         """Forget an entry and free its graph."""
-        entry.drop()
+        entry.end()
         family = self.entries.get(entry.key, [])
         if entry in family:
             family.remove(entry)
@@ -126,6 +131,10 @@ class Table:
 
 def _always() -> bool:
     return True
+
+
+def _never() -> bool:
+    return False
 
 
 def host_value(scalar: Tensor) -> Any:

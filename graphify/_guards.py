@@ -67,9 +67,9 @@ class Guard:
         for container, size, name in self.sizes:
             if len(container) != size:
                 return Miss(f"len({name})", size, len(container), False)
-        for container, content, name in self.bulk:
-            if container != content:
-                return Miss(name, content, container, False)
+        for bulk in self.bulk:
+            if bulk.read() != bulk.content:
+                return Miss(bulk.name, bulk.content, bulk.read(), False)
         if self._facts() != self.facts:
             return self._moved()
         self.holds = self._generate()
@@ -102,9 +102,9 @@ class Guard:
         for i, (container, size, _) in enumerate(self.sizes):
             scope[f"s{i}"] = container
             tests.append(f"len(s{i}) == {size}" if size else f"not s{i}")
-        for i, (container, content, _) in enumerate(self.bulk):
-            scope[f"b{i}"], scope[f"e{i}"] = container, content
-            tests.append(f"b{i} == e{i}")
+        for i, bulk in enumerate(self.bulk):
+            scope[f"b{i}"], scope[f"e{i}"] = bulk.read, bulk.content
+            tests.append(f"b{i}() == e{i}")
         tests += self._address_tests(scope)
         body = " and ".join(tests) or "True"
         source = f"def holds():\n try:\n  return {body}\n except (LookupError, AttributeError, ValueError):\n  return False"
@@ -133,6 +133,7 @@ _TESTS = {
     "field": "c{i}[{k}] is v{i}",
     "class": "c{i}.__dict__[{k}] is v{i}",
     "cell": "c{i}.cell_contents is v{i}",
+    "variable": "c{i}.get() is v{i}",
     "attr": "getattr(c{i}, {k}) is v{i}",
 }
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._layout import family_key, first_byte, overlaps_itself, span, view_of, with_bits
-from ._signature import TensorSpec
+from ._layout import first_byte, overlaps_itself, span, view_of, with_bits
+from ._signature import TensorSpec, overlap
 from .backends.base import Copy
 
 __all__ = ["StaticInputs"]
@@ -62,8 +62,10 @@ class StaticInputs:
         static = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
         # The same bits as the leaf's: a copy may move bytes without asking for their meaning.
         self.tensors[index] = with_bits(static, leaf)
-        # No foreach copy takes a negative bit.
-        (self._single if leaf.is_neg() else self.copies).append((self.tensors[index], index))
+        # No foreach copy takes such a bit.
+        (self._single if leaf.is_neg() or leaf.is_conj() else self.copies).append(
+            (self.tensors[index], index)
+        )
 
     def _allocate_range(self, leaves: Sources, family: list[int]) -> None:
         low, high = span(leaves[i] for i in family)
@@ -116,8 +118,7 @@ class StaticInputs:
 
 
 def _families(leaves: Sources) -> list[list[int]]:
-    """Indices of leaves by the storage they view."""
-    found: dict[int, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        found.setdefault(family_key(leaf), []).append(i)
-    return list(found.values())
+    """Indices of leaves by the memory they share; what the signature calls separate stays separate."""
+    groups = [[shared.place for shared in group] for group in overlap(leaves) or ()]
+    together = {i for group in groups for i in group}
+    return [*groups, *([i] for i in range(len(leaves)) if i not in together)]

@@ -12,6 +12,8 @@ __all__ = ["family_key", "first_byte", "is_dense", "overlaps_itself", "span", "v
 
 def family_key(tensor: Tensor) -> int:
     """The identity of the storage that a tensor views; equal keys mean shared memory."""
+    if tensor.layout is not torch.strided:
+        return -id(tensor)
     key: int = tensor.untyped_storage()._cdata
     return key
 

@@ -30,6 +30,8 @@ __all__ = ["Life"]
 
 log = logging.getLogger("graphify")
 
+# Code that asks whether it is being captured may read on the host only where it is not: the capture decides.
+_ASKS = "is_current_stream_capturing"
 _QUIET = frozenset({"cpu", "disabled", "nested", "compiling", "functorch", "mode", "evicted"})
 _GRAD = Refusal(
     "grad",
@@ -68,9 +70,8 @@ class Life:
     def table_for(self, values: tuple[Any, ...]) -> Table:
         """The table of calls with this structure; InputError for what no signature can hold."""
         tree = tree_of(values, self.names)
-        if tree.spec not in self.tables:
-            self.tables[tree.spec] = Table(tree, specs_of(len(tree.tensor_paths)))
-        return self.tables[tree.spec]
+        # One step, for threads that call at once: two tables would capture everything twice.
+        return self.tables.setdefault(tree.spec, Table(tree, specs_of(len(tree.tensor_paths))))
 
     def find(self, table: Table, key: Any, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Entry:
         """The entry that speaks of this call; a new one when none does."""
@@ -187,11 +188,8 @@ class Life:
             if times >= _RETRIES:
                 entry.refusal = Refusal(
                     "rebound",
-                    CaptureError(
-                        f"`{name}` is re-bound to another tensor between calls",
-                        why="a graph reads fixed memory, so each new tensor needs a new graph",
-                        fix="write into the same tensor with `copy_`, or pass it as an argument",
-                    ),
+                    advice=f"`{name}` is re-bound to another tensor again and again, and a graph reads fixed "
+                    "memory: write into one tensor with `copy_`, or pass it as an argument",
                 )
 
     def _refuse(self, refused: Refusal, call: Call) -> Any:
@@ -217,7 +215,9 @@ class Life:
         """Run for real, on the capture stream, and learn what a capture would meet."""
         backend, before = self.setting.backend, None
         if self.options.fallback == "raise":
-            before = Snapshot(backend, entry.device_or_raise(), self._survey(call), self._known_generators())
+            survey = self._survey(call)
+            generators = [*self._known_generators(), *survey.generators]
+            before = Snapshot(backend, entry.device_or_raise(), survey, generators)
         watch = Watch(entry.device_or_raise(), undo=before.log if before is not None else None)
         # A run with autograd stays on the caller's stream: its nodes remember the stream for the backward.
         aside = not torch.is_grad_enabled()
@@ -249,7 +249,7 @@ class Life:
         entry.warmed += 1
         survey = Survey(self.setting.roots(call), self.executed)
         entry.trust(Guard(survey, outside=(), written=set(), device=watch.device))
-        if watch.offences:
+        if watch.offences and _ASKS not in self.executed.loads():
             entry.refusal = Refusal("uncapturable", watch.offences[0])
         elif needs_grad(result, watch):
             entry.refusal = _GRAD

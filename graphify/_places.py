@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import enum
+import itertools
+import os
 import sys
+import threading
 import types
-from collections import deque
+import weakref
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from copy import copy
 from functools import partial
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +42,9 @@ _PLAIN: tuple[Any, ...] = (
 )
 _PLAIN += (torch.layout, torch.memory_format, type(Ellipsis), range, slice)
 _BULK = 64
+_HOLDERS = (types.SimpleNamespace, argparse.Namespace, threading.local, types.FunctionType)
+_EMPTY: tuple[Any, ...] = ([], (), {}, set(), "", range(0))
+_ITERATORS = tuple(type(iter(empty)) for empty in _EMPTY)
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _SKIPPED_PACKAGES = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
@@ -75,13 +85,17 @@ class Place(NamedTuple):
                 return self.container[self.key]
             if self.kind == "class":
                 return vars(self.container)[self.key]
+            if self.kind == "variable":
+                return self.container.get()
             return getattr(self.container, "cell_contents" if self.kind == "cell" else self.key)
         except (LookupError, AttributeError, ValueError):
             return MISSING
 
     def write(self, value: Any) -> None:
         """Make the place hold a value; MISSING empties it."""
-        if value is MISSING:
+        if self.kind == "variable":
+            self.container.set(value)
+        elif value is MISSING:
             if self.kind in ("item", "field"):
                 del self.container[self.key]
             else:
@@ -95,6 +109,57 @@ class Place(NamedTuple):
     def id(self) -> tuple[int, Any]:
         """What makes two places the same one."""
         return (id(self.container), self.key)
+
+
+class Bulk(NamedTuple):
+    """Plain content that is compared as a whole."""
+
+    read: Callable[[], Any]
+    content: Any
+    restore: Callable[[], Any]
+    name: str
+
+    @classmethod
+    def of(cls, container: Any, name: str) -> Bulk:
+        """A list, dict, deque or set of plain values."""
+        content = copy(container)
+
+        def restore() -> None:
+            container.clear()
+            getattr(container, "extend" if isinstance(container, (list, deque)) else "update")(content)
+
+        return cls(lambda: container, content, restore, name)
+
+
+class TensorFacts:
+    """What `tensor.data = ...` or `requires_grad_()` would change."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.alias = tensor.detach() if tensor.layout is torch.strided else None
+        self.grad = tensor.requires_grad
+
+    def same_as(self, tensor: Tensor) -> bool:
+        """Whether the tensor still is over this memory, in this form."""
+        alias = self.alias
+        if tensor.requires_grad != self.grad:
+            return False
+        return alias is None or (
+            alias.data_ptr() == tensor.data_ptr()
+            and alias.shape == tensor.shape
+            and alias.stride() == tensor.stride()
+            and alias.dtype == tensor.dtype
+        )
+
+    def restore(self, tensor: Tensor) -> None:
+        """Put memory and flag back."""
+        if not self.same_as(tensor):
+            if self.alias is not None:
+                tensor.data = self.alias
+            tensor.requires_grad_(self.grad)
+
+
+def _nothing() -> None:
+    """Some content cannot be put back."""
 
 
 class Change(NamedTuple):
@@ -116,11 +181,14 @@ class Survey:
         self.names = None if executed.everything else executed.names() | {"training"}
         self.places: dict[tuple[int, Any], tuple[Place, Any]] = {}
         self.sizes: list[tuple[Any, list[Any], str]] = []
-        self.bulk: list[tuple[Any, Any, str]] = []
+        self.bulk: list[Bulk] = []
+        self.tensor_facts: list[tuple[Tensor, str, TensorFacts]] = []
+        self.generators: list[torch.Generator] = []
         self.hooks: list[tuple[Any, int, str]] = []
         self.modules: list[nn.Module] = []
         self._seen: dict[int, Any] = {}
         self._keys: dict[int, list[Any]] = {}
+        self._outermost: Any = None
         self._queue: deque[tuple[Any, str]] = deque()
         for name, value in roots:
             self._reach(value, name)
@@ -149,10 +217,10 @@ class Survey:
         for key, (place, before) in self.places.items():
             if key not in after.places and place.read() is MISSING:
                 found.append(Change(place, before, MISSING))
-        for container, content, name in self.bulk:
-            if container != content:
-                found.append(Change(Place(container, None, "bulk", name), content, container))
-        return found
+        bulk = [b for b in self.bulk if b.read() != b.content]
+        found += [Change(Place(b, None, "bulk", b.name), b.content, b.read()) for b in bulk]
+        moved = [(t, name, facts) for t, name, facts in self.tensor_facts if not facts.same_as(t)]
+        return found + [Change(Place(t, None, "tensor", name), facts, t) for t, name, facts in moved]
 
     def _was_absent(self, place: Place) -> bool:
         """Whether a container that this survey knows did not have this key then."""
@@ -171,8 +239,11 @@ class Survey:
         """Put back what the surveyed places held, and the length of the surveyed lists and dicts."""
         for container, keys, _ in self.sizes:
             _truncate(container, keys)
-        for container, content, _ in self.bulk:
-            _refill(container, content)
+        for bulk in self.bulk:
+            if bulk.read() != bulk.content:
+                bulk.restore()
+        for tensor, _, facts in self.tensor_facts:
+            facts.restore(tensor)
         for place, value in self.places.values():
             if place.read() is not value:
                 place.write(value)
@@ -183,6 +254,9 @@ class Survey:
             return
         self.places[place.id] = (place, value)
         self._seen[id(place.container)] = place.container
+        if isinstance(value, Tensor) and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self.tensor_facts.append((value, place.name, TensorFacts(value)))
         self._reach(value, place.name)
 
     def _add_all(self, places: Iterable[Place]) -> None:
@@ -200,16 +274,19 @@ class Survey:
             if isinstance(value, kind):
                 walk(self, value, name)
                 return
-        package = type(value).__module__.partition(".")[0]
-        if package == "graphify":
+        package, _, module = type(value).__module__.partition(".")
+        if package == "graphify" and not module.startswith("testing"):
             self._walk_graphed(value, name)
-        elif package not in _SKIPPED_PACKAGES:
+        elif package not in _SKIPPED_PACKAGES or isinstance(value, _HOLDERS):
             self._walk_object(value, name)
+        elif package == "numpy":
+            self._walk_array(value, name)
 
     def _walk_graphed(self, value: Any, name: str) -> None:
         """A wrapper of ours stands for what it wraps."""
-        for part, called in (("__self__", "self"), ("__func__", name), ("__wrapped__", name)):
-            self._reach(getattr(value, part, None), called)
+        if hasattr(value, "__self__"):
+            self._walk_method(value, name)
+        self._reach(getattr(value, "__wrapped__", None), name)
 
     def _used(self, names: Iterable[str]) -> Iterator[str]:
         return (n for n in names if self.names is None or n in self.names)
@@ -222,7 +299,9 @@ class Survey:
             self._add_all(Place(held, key, "field", f"{name}.{key}") for key in list(held))
             self._seen[id(held)] = held
         self._size(state["_modules"], name)
-        for hooks, label in ((state[h], f"{name}.{h}") for h in _HOOKS if h in state):
+        # Hooks of the graphed module itself run around the graph, at every call.
+        inside = module is not self._outermost
+        for hooks, label in ((state[h], f"{name}.{h}") for h in _HOOKS if inside and h in state):
             self.hooks.append((hooks, len(hooks), label))
             for hook in hooks.values():
                 self._reach(hook, label)
@@ -253,6 +332,7 @@ class Survey:
             return
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._add(Place(cell, key, "cell", key))
+        self._walk_object(function, name)
         for default in (function.__defaults__ or (), *(function.__kwdefaults__ or {}).values()):
             self._reach(default, f"a default of {name}")
         scope = function.__globals__
@@ -262,6 +342,8 @@ class Survey:
         self._reach(getattr(function, "__wrapped__", None), name)
 
     def _walk_method(self, method: Any, name: str) -> None:
+        if self._outermost is None and not self.places:
+            self._outermost = method.__self__
         self._reach(method.__self__, "self")
         self._reach(method.__func__, name)
 
@@ -272,24 +354,60 @@ class Survey:
 
     def _walk_dict(self, value: dict[Any, Any], name: str) -> None:
         if len(value) > _BULK and all(map(is_plain, value.values())):
-            self.bulk.append((value, dict(value), name))
+            self.bulk.append(Bulk.of(value, name))
             return
         self._size(value, name)
         self._add_all(Place(value, key, "item", f"{name}[{key!r}]") for key in list(value))
 
     def _walk_sequence(self, value: Sequence[Any], name: str) -> None:
-        if len(value) > _BULK and all(map(is_plain, value)):
-            self.bulk.append((value, copy(value), name))
+        if len(value) > _BULK and all(map(is_plain, value)) and not isinstance(value, tuple):
+            self.bulk.append(Bulk.of(value, name))
             return
         self._size(value, name)
         self._add_all(Place(value, i, "item", f"{name}[{i}]") for i in range(len(value)))
 
     def _walk_namespace(self, value: types.ModuleType, name: str) -> None:
-        if self.names is None or value.__name__.partition(".")[0] in _SKIPPED_PACKAGES | {"graphify"}:
+        if value.__name__ == "os" and (self.names is None or {"environ", "getenv"} & self.names):
+            self.bulk.append(Bulk(lambda: dict(os.environ), dict(os.environ), _nothing, "os.environ"))
+        if value.__name__.partition(".")[0] in _SKIPPED_PACKAGES | {"graphify"}:
             return
-        scope = vars(value)
-        used = [k for k in self._used(scope) if not k.startswith("__")]
+        scope, names = vars(value), self.executed.names() if self.names is None else self.names
+        used = [k for k in names & scope.keys() if not k.startswith("__")]
         self._add_all(Place(scope, key, "field", f"{name}.{key}") for key in used)
+
+    def _walk_set(self, value: set[Any], name: str) -> None:
+        self.bulk.append(Bulk.of(value, name))
+
+    def _walk_array(self, value: Any, name: str) -> None:
+        """A numpy array is read on the host: its bytes are a value."""
+        if hasattr(value, "tobytes") and value.dtype.kind != "O":
+            content = value.copy()
+            self.bulk.append(
+                Bulk(value.tobytes, value.tobytes(), lambda: value.__setitem__(..., content), name)
+            )
+
+    def _walk_iterator(self, value: Any, name: str) -> None:
+        """How far an iterator has come is a value; nothing can put it back."""
+        read = (
+            (lambda: repr(value)) if isinstance(value, itertools.count) else (lambda: length_hint(value, -1))
+        )
+        self.bulk.append(Bulk(read, read(), _nothing, name))
+
+    def _walk_generator(self, value: torch.Generator, name: str) -> None:
+        self.generators.append(value)
+
+    def _walk_reference(self, value: weakref.ref[Any], name: str) -> None:
+        self._reach(value(), name)
+
+    def _walk_variable(self, value: ContextVar[Any], name: str) -> None:
+        self._add(Place(value, value.name, "variable", name))
+
+    def _walk_maps(self, value: ChainMap[Any, Any], name: str) -> None:
+        for i, part in enumerate(value.maps):
+            self._reach(part, f"{name}.maps[{i}]")
+
+    def _walk_proxy(self, value: types.MappingProxyType[Any, Any], name: str) -> None:
+        self._add_all(Place(value, key, "item", f"{name}[{key!r}]") for key in list(value))
 
     def _size(self, container: Any, name: str) -> None:
         self._seen[id(container)] = container
@@ -323,12 +441,6 @@ def _truncate(container: Any, keys: list[Any]) -> None:
             container.pop()
 
 
-def _refill(container: Any, content: Any) -> None:
-    if container != content:
-        container.clear()
-        getattr(container, "update" if isinstance(container, dict) else "extend")(content)
-
-
 Walk = Callable[[Survey, Any, str], None]
 _WALKS: list[tuple[Any, Walk]] = [
     (nn.Module, Survey._walk_module),
@@ -338,5 +450,12 @@ _WALKS: list[tuple[Any, Walk]] = [
     (dict, Survey._walk_dict),
     ((list, tuple, deque), Survey._walk_sequence),
     (types.ModuleType, Survey._walk_namespace),
+    (torch.Generator, Survey._walk_generator),
+    (weakref.ref, Survey._walk_reference),
+    (ContextVar, Survey._walk_variable),
+    (ChainMap, Survey._walk_maps),
+    (types.MappingProxyType, Survey._walk_proxy),
+    (set, Survey._walk_set),
+    ((itertools.count, *_ITERATORS), Survey._walk_iterator),
     (type, Survey._walk_class),
 ]

@@ -172,6 +172,7 @@ class _Session:
         self.tokens = _tokens(call.tree, self.arguments)
         self.executed = Executed()
         self.after: Survey | None = None
+        self.compared = False
         self.hidden: list[Change] = []
 
     def graph(self, generators: Sequence[torch.Generator]) -> tuple[Graph, Guard]:
@@ -189,6 +190,9 @@ class _Session:
             self._restore(recording, streams)
             raise
         graph.seconds = time.perf_counter() - started
+        # A backend that records the run itself keeps this session, which must not keep the caller's objects.
+        del self.before, self.call, self.host
+        self.after = None
         return graph, guard
 
     def _restore(self, recording: Recording | None, streams: Any) -> None:
@@ -220,12 +224,13 @@ class _Session:
         """What is recorded: the result, and what the run left in fields that it only writes."""
         with watching(self.watch, self.setting.backend.listen):
             result = self.setting.run(self.arguments)
-        if self.after is None:
+        if not self.compared:
             self._compare()
         return result, [change.place.read() for change in self.hidden]
 
     def _compare(self) -> None:
         """Find what only Python did, and refuse what a replay could not repeat."""
+        self.compared = True
         self._check_host()
         self._check_arguments()
         self.executed.merge(self.known)

@@ -118,7 +118,7 @@ class ResultPlan:
         shift = first_byte(result) - first_byte(static)
         size, stride = result.shape, result.stride()
         return lambda sources, fresh: view_of(
-            sources[i], result, first_byte(sources[i]) + shift, size, stride
+            sources[i].detach(), result, first_byte(sources[i]) + shift, size, stride
         )
 
     def _from_outside(self, result: Tensor, held: list[tuple[int, Tensor]]) -> Maker:
@@ -126,7 +126,7 @@ class ResultPlan:
             if result is tensor:
                 return lambda sources, fresh: result
         base, byte, size, stride = held[0][1], first_byte(result), result.shape, result.stride()
-        return lambda sources, fresh: view_of(base, result, byte, size, stride)
+        return lambda sources, fresh: view_of(base.detach(), result, byte, size, stride)
 
     def _from_copy(self, result: Tensor, key: int) -> Maker:
         if key not in self._wholes:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from ._code import Executed, user_line
+from ._composite import decomposed, is_composite
 from ._illegal import HOST, Offence, offence, tensors_in
 from ._layout import family_key
 from ._undo import UndoLog, writes_of
@@ -67,6 +68,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Keep `torch.compile` alive inside."""
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The default imports all of Dynamo at the first operator, to keep it out of `__torch_dispatch__`.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -74,6 +80,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = list(tensors_in((args, kwargs)))
         if any(is_traceable_wrapper_subclass(t) for t in inputs):
             return NotImplemented
+        if is_composite(func, self.device.type):
+            with self:
+                return decomposed(func, args, kwargs, self.device.type)
         self._check(func, args, kwargs)
         self._note_inputs(func, args, kwargs, inputs)
         result = func(*args, **kwargs)

@@ -260,7 +260,9 @@ def test_the_functions_own_error_in_a_capture_surfaces_as_it_is(
     health.check_later()
 
 
-def test_state_that_a_failed_capture_touched_is_put_back(backend: str, device: torch.device, health: Health) -> None:
+def test_state_that_a_failed_capture_touched_is_put_back(
+    backend: str, device: torch.device, health: Health
+) -> None:
     """Buffers, attributes, lists, arguments and `.grad` are after a failed capture as before it."""
 
     class Net(torch.nn.Module):
@@ -415,7 +417,9 @@ def test_captures_that_the_driver_breaks(fault: Callable[[Tensor], Tensor], fall
         health.check()
         if round_ in (1, ROUNDS - 1):
             sizes.append(reserved(device))
-    assert sizes[1] <= sizes[0] + (2 << 20) * ROUNDS  # torch before 2.14 keeps 2 MiB of a broken capture's pool
+    assert (
+        sizes[1] <= sizes[0] + (2 << 20) * ROUNDS
+    )  # torch before 2.14 keeps 2 MiB of a broken capture's pool
     health.check_later()
 
 

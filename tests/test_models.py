@@ -72,7 +72,9 @@ def identical(eager: Any, graphed: Any) -> None:
 
 
 @torch.no_grad()
-def follows_eager(model: nn.Module, inputs: Inputs, backend: str, calls: int = CALLS, seed: int = 7) -> nn.Module:
+def follows_eager(
+    model: nn.Module, inputs: Inputs, backend: str, calls: int = CALLS, seed: int = 7
+) -> nn.Module:
     """Call an eager twin and a graphed twin with new inputs each time, from one seed; compare results and state."""
     eager = copy.deepcopy(model)
     graphed = graphify(model, backend=backend)
@@ -103,7 +105,11 @@ def test_resnet50(
 ) -> None:
     """ResNet-50 in eval, fp32 and bf16, contiguous and channels_last."""
     resnet = package("torchvision").models.resnet
-    net = resnet.resnet50(weights=None) if full else resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], width_per_group=16)
+    net = (
+        resnet.resnet50(weights=None)
+        if full
+        else resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], width_per_group=16)
+    )
     net = net.eval().to(device, dtype, memory_format=layout)
     side, batch = (224, 8) if full else (32, 2)
 
@@ -128,7 +134,9 @@ def test_vit_small(backend: str, device: torch.device, full: bool, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_lstm(backend: str, device: torch.device, full: bool, dtype: torch.dtype, bidirectional: bool) -> None:
+def test_lstm(
+    backend: str, device: torch.device, full: bool, dtype: torch.dtype, bidirectional: bool
+) -> None:
     """A two-layer LSTM: output, and both states."""
     size = 256 if full else 8
     net = nn.LSTM(size, 2 * size, num_layers=2, bidirectional=bidirectional).eval().to(device, dtype)
@@ -169,7 +177,10 @@ def test_dropout_in_train_mode(backend: str, device: torch.device, full: bool) -
     """Ten dropout masks of one seed are eager's, and so is the generator's state after them."""
     width = 512 if full else 16
     net = nn.Sequential(
-        nn.Linear(width, width), nn.Dropout(0.3), nn.GELU(), nn.TransformerEncoderLayer(width, 4, width, dropout=0.2)
+        nn.Linear(width, width),
+        nn.Dropout(0.3),
+        nn.GELU(),
+        nn.TransformerEncoderLayer(width, 4, width, dropout=0.2),
     )
     net = net.train().to(device)
     follows_eager(net, normal(3, 5, width, device=device), backend, seed=13)
@@ -194,14 +205,19 @@ def test_batch_norm_without_momentum(backend: str, device: torch.device) -> None
     """Torch reads the count of batches on the host then: refused, at the line that called the module."""
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)).train().to(device)
     graphed = graphify(net, backend=backend)
-    with torch.no_grad(), pytest.raises(CaptureError, match=r"read on the host[\s\S]*where: .*test_models\.py:\d+"):
+    with (
+        torch.no_grad(),
+        pytest.raises(CaptureError, match=r"read on the host[\s\S]*where: .*test_models\.py:\d+"),
+    ):
         graphed(torch.randn(3, 4, device=device))
 
 
 # -- Hugging Face encoders
 
 
-def bert(device: torch.device, full: bool, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> nn.Module:
+def bert(
+    device: torch.device, full: bool, attention: str = "sdpa", dtype: torch.dtype = torch.float32
+) -> nn.Module:
     hf = package("transformers")
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     config = hf.BertConfig(vocab_size=128, attn_implementation=attention, **({} if full else small))
@@ -221,7 +237,9 @@ def sentences(device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def encodes_as_eager(net: nn.Module, backend: str, calls: Sequence[dict[str, Any]], replays: int = CALLS - 2) -> None:
+def encodes_as_eager(
+    net: nn.Module, backend: str, calls: Sequence[dict[str, Any]], replays: int = CALLS - 2
+) -> None:
     graphed = graphify(net, backend=backend)
     want = [net(**call) for call in calls]
     got = [graphed(**call) for call in calls]
@@ -248,7 +266,9 @@ def test_bert_with_a_ready_mask(backend: str, device: torch.device, full: bool, 
     for i in range(CALLS):
         keep = padding(device, i)[:, None, None, :].expand(2, 1, 12, 12).bool()
         added = torch.zeros(keep.shape, device=device).masked_fill(~keep, torch.finfo(torch.float32).min)
-        calls.append({"input_ids": sentences(device), "attention_mask": keep if attention == "sdpa" else added})
+        calls.append(
+            {"input_ids": sentences(device), "attention_mask": keep if attention == "sdpa" else added}
+        )
     encodes_as_eager(net, backend, calls)
 
 
@@ -265,7 +285,9 @@ def test_bert_whose_mask_is_read_on_the_host(device: torch.device) -> None:
     net = bert(device, full=False)
     call = {"input_ids": sentences(device), "attention_mask": padding(device, 0)}
     with torch.no_grad():
-        with pytest.raises(CaptureError, match=r"read on the host[\s\S]*masking_utils\.py:\d+:.*padding_mask\.all"):
+        with pytest.raises(
+            CaptureError, match=r"read on the host[\s\S]*masking_utils\.py:\d+:.*padding_mask\.all"
+        ):
             graphify(net, backend="tape")(**call)
         graphed = graphify(net, backend="tape", fallback="eager")
         for i in range(CALLS):
@@ -291,7 +313,12 @@ def test_bert_with_padding(attention: str, dtype: torch.dtype) -> None:
 
 def llama(device: torch.device, full: bool, **changes: Any) -> Any:
     hf = package("transformers")
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "num_attention_heads": 16}
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+    }
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape = sizes if full else small
     heads = {"num_key_value_heads": shape["num_attention_heads"] // 2, "vocab_size": 256}
@@ -333,7 +360,9 @@ def test_llama_with_a_static_cache(
     net = llama(device, full)
 
     def step(token: Tensor, cache: Any, position: Tensor) -> Tensor:
-        logits: Tensor = net(input_ids=token, past_key_values=cache, position_ids=position, use_cache=True).logits
+        logits: Tensor = net(
+            input_ids=token, past_key_values=cache, position_ids=position, use_cache=True
+        ).logits
         return logits
 
     graphed = graphify(step, backend=backend, outputs=outputs)
@@ -373,7 +402,9 @@ def test_llama_with_two_caches(backend: str, device: torch.device, full: bool) -
     net = llama(device, full)
 
     def step(token: Tensor, cache: Any, position: Tensor) -> Tensor:
-        logits: Tensor = net(input_ids=token, past_key_values=cache, position_ids=position, use_cache=True).logits
+        logits: Tensor = net(
+            input_ids=token, past_key_values=cache, position_ids=position, use_cache=True
+        ).logits
         return logits
 
     graphed = graphify(step, backend=backend)
@@ -393,7 +424,9 @@ def test_llama_captured_ahead_of_time(backend: str, device: torch.device, full: 
     net = llama(device, full)
 
     def step(token: Tensor, cache: Any, position: Tensor) -> Tensor:
-        logits: Tensor = net(input_ids=token, past_key_values=cache, position_ids=position, use_cache=True).logits
+        logits: Tensor = net(
+            input_ids=token, past_key_values=cache, position_ids=position, use_cache=True
+        ).logits
         return logits
 
     graphed = graphify(step, backend=backend)
@@ -410,7 +443,9 @@ def test_llama_captured_ahead_of_time(backend: str, device: torch.device, full: 
 
 
 @torch.no_grad()
-@pytest.mark.xfail(strict=True, reason="a refusal learned ahead of time outlives the rehearsal, whose warm-up was undone")
+@pytest.mark.xfail(
+    strict=True, reason="a refusal learned ahead of time outlives the rehearsal, whose warm-up was undone"
+)
 def test_llama_captured_before_its_cache_exists(backend: str, device: torch.device, full: bool) -> None:
     """A cache makes its buffers in its first run: refused ahead of time, and live calls go on as if never asked."""
     net = llama(device, full)
@@ -454,7 +489,9 @@ def test_caches_that_count_in_python(
     net, make, name = kind(device)
 
     def step(token: Tensor, cache: Any, position: Tensor) -> Tensor:
-        logits: Tensor = net(input_ids=token, past_key_values=cache, position_ids=position, use_cache=True).logits
+        logits: Tensor = net(
+            input_ids=token, past_key_values=cache, position_ids=position, use_cache=True
+        ).logits
         return logits
 
     with pytest.raises(CaptureError, match=rf"`cache\.{name}`"):
@@ -466,7 +503,9 @@ def test_caches_that_count_in_python(
     assert handle(graphed).stats().errors == 0
 
 
-@pytest.mark.xfail(strict=True, reason="each new count is a new signature, so every second call pays a failed capture")
+@pytest.mark.xfail(
+    strict=True, reason="each new count is a new signature, so every second call pays a failed capture"
+)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_refused_counter_is_not_tried_again_and_again(backend: str, device: torch.device) -> None:
     """A count that is read and re-bound was refused once: its next values are no new signatures to be tried."""
@@ -474,7 +513,9 @@ def test_a_refused_counter_is_not_tried_again_and_again(backend: str, device: to
 
     @graphify(backend=backend, fallback="eager")
     def step(token: Tensor, cache: Any, position: Tensor) -> Tensor:
-        logits: Tensor = net(input_ids=token, past_key_values=cache, position_ids=position, use_cache=True).logits
+        logits: Tensor = net(
+            input_ids=token, past_key_values=cache, position_ids=position, use_cache=True
+        ).logits
         return logits
 
     decode(step, net, make(), 2, 16)

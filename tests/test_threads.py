@@ -98,8 +98,12 @@ def test_wrappers_first_called_at_once(backend: str, device: torch.device) -> No
         data = [inputs(device, 10 * round_ + i, 5) for i in (0, 1)]
         want = [expected(net, xs) for net, xs in zip(nets, data, strict=True)]
 
-        def body(i: int, graphed: list[nn.Module] = graphed, data: list[list[Tensor]] = data,
-                 want: list[list[Tensor]] = want) -> None:
+        def body(
+            i: int,
+            graphed: list[nn.Module] = graphed,
+            data: list[list[Tensor]] = data,
+            want: list[list[Tensor]] = want,
+        ) -> None:
             assert all(torch.equal(graphed[i](x), y) for x, y in zip(data[i], want[i], strict=True))
 
         in_threads(lambda: body(0), lambda: body(1))
@@ -236,9 +240,7 @@ def test_calls_inside_calls_from_two_sides_do_not_deadlock(backend: str, device:
         xs = inputs(device, round_, 6)
         want = [[nets[i](x).detach() - nets[1 - i](x).detach() for x in xs] for i in (0, 1)]
 
-        def body(
-            wrapper: Callable[[Tensor], Tensor], right: list[Tensor], xs: list[Tensor] = xs
-        ) -> None:
+        def body(wrapper: Callable[[Tensor], Tensor], right: list[Tensor], xs: list[Tensor] = xs) -> None:
             assert all(torch.equal(wrapper(x), y) for x, y in zip(xs, right, strict=True))
 
         with torch.no_grad():
@@ -342,7 +344,9 @@ def test_captures_while_other_threads_are_busy() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         in_threads(
             capture,
-            lambda: until_stopped("pin", lambda: torch.empty(1 << 16).pin_memory().to(device, non_blocking=True)),
+            lambda: until_stopped(
+                "pin", lambda: torch.empty(1 << 16).pin_memory().to(device, non_blocking=True)
+            ),
             lambda: until_stopped("query", query),
             lambda: until_stopped("wait", torch.cuda.synchronize),
             lambda: until_stopped("allocate", lambda: torch.randn(256, 256, device=device).sum()),

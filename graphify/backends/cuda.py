@@ -17,6 +17,7 @@ from ..errors import InputError
 from ._cuda_copies import replay_with_copies
 from ._cuda_driver import count_nodes, private_stream
 from ._host_reads import listen
+from ._memory import holders
 from .base import STALE, Copy, Replay, Report
 
 __all__ = ["CudaBackend", "CudaRecording", "available", "facts", "synchronize"]
@@ -97,7 +98,7 @@ class CudaLoan:
         self._alone = self._holders()
 
     def _holders(self) -> tuple[int, int]:
-        return sys.getrefcount(self.tensor), torch._C._storage_Use_Count(self.storage._cdata)
+        return sys.getrefcount(self.tensor), holders(self.storage._cdata)
 
     def idle(self) -> bool:
         """Whether neither the tensor nor another tensor on its storage is held elsewhere."""
