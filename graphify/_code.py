@@ -33,6 +33,7 @@ class CodeNames:
         loads: set[str] = set()
         stores: set[str] = set()
         scope: set[str] = set()
+        imports: set[str] = set()
         for step in dis.get_instructions(code):
             if not isinstance(step.argval, str):
                 continue
@@ -48,11 +49,18 @@ class CodeNames:
             elif step.opname.startswith("STORE_GLOBAL"):
                 stores.add(step.argval)
                 scope.add(step.argval)
+            elif step.opname == "IMPORT_NAME":
+                imports.add(step.argval)
+            elif step.opname == "IMPORT_FROM":
+                loads.add(step.argval)
         self.loads = frozenset(loads)
         self.stores = frozenset(stores)
         self.scope = frozenset(scope)
+        self.imports = frozenset(imports)
         self.strings = frozenset(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
 
+
+_ANY_NAME = frozenset({"vars", "__dict__"})
 
 names_of = lru_cache(maxsize=None)(CodeNames)
 
@@ -76,6 +84,14 @@ class Executed:
     def loads(self) -> frozenset[str]:
         """Every name that the code loads as an attribute, global or closure cell."""
         return frozenset().union(*(names_of(code).loads for code, _ in self.codes.values()))
+
+    def stores(self) -> frozenset[str]:
+        """Every name that the code stores as an attribute, global or closure cell."""
+        return frozenset().union(*(names_of(code).stores for code, _ in self.codes.values()))
+
+    def by_any_name(self) -> bool:
+        """Whether names say nothing: they are not known, or the user's code goes through a `__dict__`."""
+        return self.everything or any(_ANY_NAME & names_of(code).loads for code, _ in self.scopes())
 
     def reads(self) -> frozenset[str]:
         """Every name that the code loads, or may load by a string."""

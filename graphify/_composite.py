@@ -35,9 +35,11 @@ def decomposed(func: Any, args: Any, kwargs: dict[str, Any], device_type: str) -
 
 @contextmanager
 def _autocast(device_type: str) -> Iterator[None]:
-    """Let casts happen below a mode, whose handler runs with them excluded."""
+    """Let casts happen as they would outside: a mode's handler runs with autocast excluded."""
+    with torch._C._RestorePythonTLSSnapshot():
+        wanted = torch.is_autocast_enabled(device_type)
     key: Any = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}", None)
-    if key is None or not torch._C._dispatch_tls_is_dispatch_key_excluded(key):
+    if key is None or not wanted:
         yield
         return
     torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)

@@ -178,7 +178,7 @@ class Survey:
 
     def __init__(self, roots: Iterable[tuple[str, Any]], executed: Executed) -> None:
         self.executed = executed
-        self.names = None if executed.everything else executed.names() | {"training"}
+        self.names = None if executed.by_any_name() else executed.names() | {"training"}
         self.places: dict[tuple[int, Any], tuple[Place, Any]] = {}
         self.sizes: list[tuple[Any, list[Any], str]] = []
         self.bulk: list[Bulk] = []
@@ -194,6 +194,8 @@ class Survey:
             self._reach(value, name)
         for code, scope in executed.scopes():
             self._add_all(Place(scope, name, "field", name) for name in names_of(code).scope if name in scope)
+            for module in names_of(code).imports:
+                self._reach(sys.modules.get(module), module)
         while self._queue:
             value, name = self._queue.popleft()
             self._walk(value, name)

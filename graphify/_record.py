@@ -151,10 +151,10 @@ def record(
         CaptureError: the run cannot be a graph; Python state and random streams are as before.
         NeedsGradError: the results need gradients.
     """
-    return _Session(setting, order, known, undo).graph(generators)
+    return _Recorder(setting, order, known, undo).graph(generators)
 
 
-class _Session:
+class _Recorder:
     """The state of one recording while it is made."""
 
     def __init__(self, setting: Setting, order: Order, known: Executed, undo: UndoLog | None) -> None:
@@ -190,7 +190,7 @@ class _Session:
             self._restore(recording, streams)
             raise
         graph.seconds = time.perf_counter() - started
-        # A backend that records the run itself keeps this session, which must not keep the caller's objects.
+        # A backend that records the run itself keeps this recorder too, which must not keep the caller's objects.
         del self.before, self.call, self.host
         self.after = None
         return graph, guard
@@ -283,7 +283,7 @@ class _Session:
         """A change that can be repeated at each call: a field that is only written."""
         place = change.place
         writable = place.kind in ("field", "cell", "attr") and change.after is not MISSING
-        if writable and place.key not in self.executed.reads():
+        if writable and place.key in self.executed.stores() and place.key not in self.executed.reads():
             return change
         what = "reads and re-binds" if writable else "changes"
         raise CaptureError(

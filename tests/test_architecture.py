@@ -28,7 +28,7 @@ PACKAGE = ROOT / "graphify"
 FLOORS: Mapping[int, tuple[str, ...]] = {
     0: ("errors",),
     1: (
-        *("_ambient", "_binding", "_code", "_constants", "_illegal", "_layout"),
+        *("_ambient", "_binding", "_code", "_composite", "_constants", "_illegal", "_layout"),
         *("_signature", "_specs", "_tree", "_tree_code", "stats"),
     ),
     2: ("_guards", "_places", "_pool", "_trial", "_undo", "_watch"),
@@ -66,7 +66,8 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "backends._tape_record": ("backends._memory", "backends._rng", "backends._tape_steps"),
     "backends._cuda_copies": ("backends._cuda_driver", "backends.base"),
     "backends.cuda": (
-        *("backends._cuda_copies", "backends._cuda_driver", "backends._host_reads", "backends.base"),
+        *("backends._cuda_copies", "backends._cuda_driver", "backends._host_reads"),
+        *("backends._memory", "backends.base"),
     ),
     "backends.eager": ("backends._host_reads", "backends._memory", "backends._rng", "backends.base"),
     "backends.tape": (

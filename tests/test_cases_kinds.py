@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from checks import counts, equal, follows_eager, known_fault, rows
+from checks import counts, equal, follows_eager, rows
 from torch import Tensor, nn
 
 from graphify import CaptureError, GraphifyError, GraphifyWarning, InputError, graphify, handle
@@ -36,7 +36,6 @@ REFILLED = "the capturing call refills a mutated argument before it writes back"
 
 def test_x01_same_tensor_twice_written(backend, device, request):
     """A tensor passed twice and written through one name is seen through the other, and by the caller."""
-    known_fault(request, REFILLED, when=backend == "eager")
 
     def f(p: Tensor, q: Tensor) -> Tensor:
         p.add_(1)
@@ -50,7 +49,6 @@ def test_x01_same_tensor_twice_written(backend, device, request):
 @pytest.mark.parametrize("written", [None, 0, 1])
 def test_x01_overlapping_views(backend, device, written, request):
     """Views that overlap in one buffer, in several ways, keep overlapping, written or not."""
-    known_fault(request, REFILLED, when=backend == "eager" and written is not None)
 
     def f(a: Tensor, b: Tensor) -> Tensor:
         if written is not None:
@@ -72,7 +70,6 @@ def test_x01_overlapping_views(backend, device, written, request):
 
 def test_x01_views_of_two_dtypes(backend, device, request):
     """Views of one buffer with different dtypes share it in the graph as well."""
-    known_fault(request, REFILLED, when=backend == "eager")
 
     def f(a: Tensor, b: Tensor) -> Tensor:
         a.add_(1)
@@ -338,9 +335,6 @@ def test_x12_subclass_overrides_and_super(backend, device):
 
 def test_x12_graphs_die_with_the_instance(backend, device, request):
     """An instance, and its graphs with it, goes when its last reference goes."""
-    known_fault(
-        request, "a recording that keeps its run keeps the survey, and the instance", when=backend == "eager"
-    )
     one = methods(backend)(2.0)
     for x in [t.to(device) for t in rows(3)]:
         one.step(x)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import counts, equal, follows_eager, known_fault, rows
+from checks import counts, equal, follows_eager, rows
 
 from graphify import StaleOutputError, graphify
 from graphify.testing import Call
@@ -105,11 +105,6 @@ def test_b02_two_graphs_in_a_row(backend, device):
 
 def test_b02_part_of_a_result_fed_back_in_place(backend, device, request):
     """A view of a result can be the argument that the next call writes into."""
-    known_fault(
-        request,
-        "the capturing call refills a mutated argument before it writes back",
-        when=backend == "eager",
-    )
 
     def roll(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         state.add_(1)

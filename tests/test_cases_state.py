@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import counts, equal, follows_eager, known_fault, rows
+from checks import counts, equal, follows_eager, rows
 from torch import nn
 
 from graphify import CaptureError, GraphedModule, GraphifyWarning, graphify, handle
@@ -174,9 +174,9 @@ def test_b31_weights_connected_after_capture(backend, device):
         pair.check(2, 3)
 
 
-def test_b31_functional_call_uses_the_given_parameters(backend, device, request):
+@pytest.mark.filterwarnings("ignore:`Net` runs eagerly.*re-bound:graphify.GraphifyWarning")
+def test_b31_functional_call_uses_the_given_parameters(backend, device):
     """`functional_call` on a graphed module computes with the parameters it is given, and leaves the module's own."""
-    known_fault(request, "the third re-binding from outside raises, where an eager call would be right")
     pair = Pair(Net, backend, device)
     pair.check(2, 3)
     for i in range(5):
@@ -590,9 +590,6 @@ def test_b68_inference_state(backend, device):
 
 def test_b69_hooks_of_the_module_run_at_every_call(backend, device, request):
     """Forward hooks and pre-hooks of the graphed module itself run at each call, and may change the result."""
-    known_fault(
-        request, "what the module's own hooks close over is guarded, though they run outside the graph"
-    )
     seen: list[str] = []
 
     def hooked() -> nn.Module:
