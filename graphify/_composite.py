@@ -36,7 +36,7 @@ def decomposed(func: Any, args: Any, kwargs: dict[str, Any], device_type: str) -
 @contextmanager
 def _autocast(device_type: str) -> Iterator[None]:
     """Let casts happen as they would outside: a mode's handler runs with autocast excluded."""
-    with torch._C._RestorePythonTLSSnapshot():
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         wanted = torch.is_autocast_enabled(device_type)
     key: Any = getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}", None)
     if key is None or not wanted:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import pytest
 import torch
 
 from graphify import handle
@@ -58,9 +57,3 @@ def counts(graphed: Any) -> tuple[int, int, int, int, int]:
     assert s.calls == s.warmups + s.captures + s.replays + s.eager + s.errors
     assert s.eager == s.reasons.total()
     return s.warmups, s.captures, s.replays, s.eager, s.errors
-
-
-def known_fault(request: pytest.FixtureRequest, reason: str, *, when: bool = True) -> None:
-    """Expect the running test to fail, until the library is mended."""
-    if when:
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
