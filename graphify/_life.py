@@ -265,7 +265,12 @@ class Life:
             entry.refusal = Refusal("uncapturable", error)
         except Exception as error:
             self._note_failure(entry, error)
-            raise
+            if not self.setting.backend.is_oom(error):
+                raise
+            self._shrink()
+            if self.options.fallback == "raise":
+                raise
+            entry.refusal = Refusal("memory", advice=f"there is no memory for its graph ({error})")
         if entry.graph is None:
             assert entry.refusal is not None
             return self._refuse(entry.refusal, call)
@@ -274,6 +279,11 @@ class Life:
         entry.graph.replays = 0
         self.counts["captures"] += 1
         return result
+
+    def _shrink(self) -> None:
+        """After running out of memory, let the pool go; graphs that still replay keep their part of it."""
+        self.setting.pool.forget()
+        self.setting.backend.reclaim()
 
     def _note_failure(self, entry: Entry, error: Exception) -> None:
         """After the user's own error the signature starts again, but not for ever."""

@@ -71,7 +71,7 @@ def private_stream(device: torch.device) -> torch.cuda.Stream:
     """
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes the device's context current on this thread
+        torch.cuda.current_stream().query()  # makes the device's context current on this thread
         if not driver_found():
             return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         _call("cuStreamCreate", ctypes.byref(handle), _NON_BLOCKING)

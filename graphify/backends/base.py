@@ -114,6 +114,9 @@ class Backend(Protocol):
     def set_rng_state(self, state: Any) -> None:
         """Put a state from `rng_state` back."""
 
+    def reclaim(self) -> None:
+        """Give cached memory that nobody uses back to the device."""
+
     def is_oom(self, error: BaseException) -> bool:
         """Whether this error means that the device's memory ran out."""
 

@@ -233,6 +233,10 @@ class CudaBackend:
         for generator, saved in state:
             generator.set_state(saved)
 
+    def reclaim(self) -> None:
+        """Give cached memory that nobody uses back to the device."""
+        torch.cuda.empty_cache()
+
     def is_oom(self, error: BaseException) -> bool:
         """Whether the device's memory ran out."""
         return isinstance(error, torch.cuda.OutOfMemoryError)
@@ -244,10 +248,22 @@ class CudaBackend:
 
 
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """This thread's capture stream; at its first use the thread gets ready to capture."""
     known: dict[int | None, torch.cuda.Stream] = _streams.__dict__.setdefault("known", {})
     if device.index not in known:
         known[device.index] = private_stream(device)
+        with torch.cuda.stream(known[device.index]):
+            _make_handles(device)
     return known[device.index]
+
+
+def _make_handles(device: torch.device) -> None:
+    """Make this thread's cuBLAS and cuDNN handles, which cannot be made in the middle of a capture."""
+    torch.cuda.current_blas_handle()
+    if torch.backends.cudnn.is_available():
+        with torch.no_grad(), torch.autocast("cuda", enabled=False):
+            image = torch.zeros(1, 1, 4, 4, device=device)
+            torch.nn.functional.conv2d(image, image)
 
 
 def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], T], pool: CudaPool) -> T:
@@ -280,9 +296,15 @@ def _abandon(graph: torch.cuda.CUDAGraph) -> None:
 
 
 def _heal(device: torch.device) -> None:
-    """Take the default generator out of the capture state in which a broken capture leaves it."""
-    generator = _default(device)
-    generator.graphsafe_set_state(generator.clone_state())
+    """Take the default generator out of the state in which a broken capture leaves it.
+
+    It believes that a capture is under way, and so do all graphs that registered it; a capture that draws and
+    ends well sets that right.
+    """
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    torch.rand(1, device=device)
+    graph.capture_end()
 
 
 def _default(device: torch.device) -> torch.Generator:

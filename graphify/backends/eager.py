@@ -169,6 +169,9 @@ class EagerBackend:
         """Put the states back."""
         set_rng_state(state)
 
+    def reclaim(self) -> None:
+        """Nothing to do: memory is not kept."""
+
     def is_oom(self, error: BaseException) -> bool:
         """Whether memory ran out, on the host or on a device."""
         return is_oom(error)

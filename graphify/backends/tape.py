@@ -203,6 +203,9 @@ class TapeBackend:
         """Put the states back."""
         set_rng_state(state)
 
+    def reclaim(self) -> None:
+        """Nothing to do: memory is not kept."""
+
     def is_oom(self, error: BaseException) -> bool:
         """Whether memory ran out."""
         return is_oom(error)
