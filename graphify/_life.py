@@ -265,12 +265,9 @@ class Life:
             entry.refusal = Refusal("uncapturable", error)
         except Exception as error:
             self._note_failure(entry, error)
-            if not self.setting.backend.is_oom(error):
-                raise
-            self._shrink()
-            if self.options.fallback == "raise":
-                raise
-            entry.refusal = Refusal("memory", advice=f"there is no memory for its graph ({error})")
+            if self.setting.backend.is_oom(error):
+                self._shrink()
+            raise
         if entry.graph is None:
             assert entry.refusal is not None
             return self._refuse(entry.refusal, call)

@@ -25,6 +25,10 @@ class Net(nn.Module):
         self.register_buffer("b", torch.zeros(3))
         self.scale = torch.full((3,), 2.0)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.scale = fn(self.scale)
+        return super()._apply(fn, recurse)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.fc(x) * self.w + self.b) * self.scale
 

@@ -404,7 +404,7 @@ def rebound_buffer() -> Writer:
     box.t = torch.zeros(3)
 
     def f(x: Tensor) -> Tensor:
-        box.t = box.t.to(x.device) + x
+        box.t = (box.t if box.t.device == x.device else torch.zeros_like(x)) + x
         return box.t * 2
 
     return f, lambda: box.t
@@ -415,7 +415,8 @@ def rebound_data() -> Writer:
     average = nn.Parameter(torch.zeros(3), requires_grad=False)
 
     def f(x: Tensor) -> Tensor:
-        average.data = average.data.to(x.device) * 0.5 + x
+        last = average.data if average.device == x.device else torch.zeros_like(x)
+        average.data = last * 0.5 + x
         return average * 2
 
     return f, lambda: average.detach().clone()

@@ -78,7 +78,7 @@ class Counter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen.add_(1)
         self.last = x * self.scale
-        return self.lin(x) + torch.rand(3)
+        return self.lin(x) + torch.rand(3, device=x.device)
 
 
 RESULTS = {

@@ -259,8 +259,9 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
 
 def _make_handles(device: torch.device) -> None:
     """Make this thread's cuBLAS and cuDNN handles, which cannot be made in the middle of a capture."""
-    torch.cuda.current_blas_handle()
-    if torch.backends.cudnn.is_available():
+    torch.zeros(1, device=device)
+    torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+    if torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
         with torch.no_grad(), torch.autocast("cuda", enabled=False):
             image = torch.zeros(1, 1, 4, 4, device=device)
             torch.nn.functional.conv2d(image, image)

@@ -124,8 +124,18 @@ def reachable(value: Any, seen: set[int]) -> Iterator[Any]:
         inside = []
     if not isinstance(value, (type, types.FunctionType, types.ModuleType)):
         inside += getattr(value, "__dict__", {}).values()
+        inside += _in_slots(value)
     for item in inside:
         yield from reachable(item, seen)
+
+
+def _in_slots(value: Any) -> list[Any]:
+    slots = (k for cls in type(value).__mro__ for k, v in vars(cls).items() if _is_slot(v))
+    return [getattr(value, slot) for slot in slots if hasattr(value, slot)]
+
+
+def _is_slot(found: Any) -> bool:
+    return isinstance(found, types.MemberDescriptorType)
 
 
 def refuse_shared_state(target: Any) -> None:
