@@ -36,17 +36,15 @@ def _steps(graphed: Any, args: tuple[Tensor, ...]) -> Sequence[Step]:
     values = runner._bind(*args)
     found = table.unpack(values)
     assert found is not None, "breakdown: the arguments must fit the wrapper's last table"
-    tensors, tokens = found
-    key = (runner._ambient(), tokens, table.specs(tensors), overlap(tensors))
+    tensors, _ = found
     fresh = graph.launch()
     return [
         ("off: disabled, tracing, other modes, nested", runner._off),
         ("bind", lambda: runner._bind(*args)),
         ("unpack", lambda: table.unpack(values)),
-        ("ambient", runner._ambient),
-        ("specs", lambda: table.specs(tensors)),
-        ("overlap", lambda: overlap(tensors)),
-        ("compare the key", lambda: entry.key != key),
+        ("ambient", entry.same_ambient),
+        ("specs", lambda: entry.matches(*tensors)),
+        ("overlap", lambda: overlap(tensors) == entry.key[3]),
         ("guard", lambda: entry.holds()),
         ("order", lambda: graph.order(graph.memory)),
         ("fill", lambda: graph.stage(tensors)),

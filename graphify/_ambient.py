@@ -16,7 +16,15 @@ from torch import overrides
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-__all__ = ["Ambient", "ambient", "ambient_reader", "function_modes", "inactive"]
+__all__ = [
+    "Ambient",
+    "ambient",
+    "ambient_reader",
+    "dynamo_guard",
+    "function_modes",
+    "inactive",
+    "same_ambient",
+]
 
 Switch = Callable[[], Any]
 
@@ -107,21 +115,58 @@ def ambient_reader(device_type: str) -> Callable[[], Ambient]:
 def _reader(device_type: str, private: bool) -> Callable[[], Ambient]:
     """One generated expression over all getters; `private=False` uses the public ways only."""
     space: dict[str, Any] = {"Ambient": Ambient, "new": tuple.__new__, "torch": torch, "device": device_type}
-    parts = []
-    for name in Ambient._fields:
-        switch, code = _special(name, device_type, private) if name not in _FIELDS else (None, "{0}()")
-        field = _FIELDS.get(name)
-        if field is not None:
-            concerned = field.device in ("", device_type)
-            switch = (private and getattr(torch._C, field.private, None)) or field.public
-            code = code if concerned else "None"
-        space[name] = switch
-        parts.append(code.format(name))
+    parts = [_getter(name, device_type, private, space) for name in Ambient._fields]
     exec(
         compile(f"def read(): return new(Ambient, ({', '.join(parts)}))", "<graphify ambient>", "exec"), space
     )
     read: Callable[[], Ambient] = space["read"]
     return read
+
+
+def same_ambient(device_type: str, expected: Ambient, *, private: bool = True) -> Callable[[], bool]:
+    """A test for these very switches, cheaper than reading them: it stops at the first that differs.
+
+    Dynamo's guard covers several at once. It may say no where all are the same, as after a change of the
+    number of threads, so a no means only that the switches are to be read.
+    """
+    guard = _state_guard() if private else None
+    covered = _GUARDED if guard is not None else frozenset()
+    space: dict[str, Any] = {"torch": torch, "device": device_type, "guard": guard}
+    tests = ["guard()"] if guard is not None else []
+    for name, value in zip(Ambient._fields, expected, strict=True):
+        code = _getter(name, device_type, private, space)
+        if code != "None" and name not in covered:
+            space[f"e_{name}"] = value
+            tests.append(f"{code} == e_{name}")
+    exec(compile(f"def same(): return {' and '.join(tests)}", "<graphify ambient>", "exec"), space)
+    same: Callable[[], bool] = space["same"]
+    return same
+
+
+_GUARDED = frozenset({"grad_mode", "autocast", "default_dtype", "deterministic", "deterministic_warn_only"})
+
+
+def _state_guard() -> Callable[[], bool] | None:
+    made = dynamo_guard("GlobalStateGuard")
+    return None if made is None else made().check
+
+
+def dynamo_guard(name: str) -> Any:
+    """A class of Dynamo's C++ guards, which need no Dynamo; None where torch lacks it."""
+    dynamo = getattr(torch._C, "_dynamo", None)
+    return getattr(getattr(dynamo, "guards", None), name, None)
+
+
+def _getter(name: str, device_type: str, private: bool, space: dict[str, Any]) -> str:
+    """The expression that reads one switch; what it calls is put into `space`."""
+    switch, code = _special(name, device_type, private) if name not in _FIELDS else (None, "{0}()")
+    field = _FIELDS.get(name)
+    if field is not None:
+        concerned = field.device in ("", device_type)
+        switch = (private and getattr(torch._C, field.private, None)) or field.public
+        code = code if concerned else "None"
+    space[name] = switch
+    return code.format(name)
 
 
 def _special(name: str, device_type: str, private: bool) -> tuple[Switch | None, str]:

@@ -47,6 +47,8 @@ class Entry:
         self.opaque: list[weakref.ref[Any]] = []
         self.admits: Callable[[Sequence[Tensor]], bool] | None = None
         self.holds: Callable[[], bool] = _always
+        self.matches: Callable[..., bool] = _never
+        self.same_ambient: Callable[[], bool] = _never
 
     def device_or_raise(self) -> torch.device:
         """The device to record on; an entry without one was refused."""
@@ -85,6 +87,7 @@ class Entry:
     def drop(self) -> None:
         """Let go of the graph; it is freed once no thread is in the middle of its replay."""
         self.graph = None
+        self.matches = _never
         self._watch_arguments()
 
     def end(self) -> None:
@@ -133,7 +136,7 @@ def _always() -> bool:
     return True
 
 
-def _never() -> bool:
+def _never(*_: Any) -> bool:
     return False
 
 

@@ -99,9 +99,9 @@ class Guard:
             else:  # made anew by each read, so only its value can be compared
                 scope[f"p{i}"] = place
                 tests.append(f"same(p{i}.read(), v{i})")
-        for i, (container, size, _) in enumerate(self.sizes):
-            scope[f"s{i}"] = container
-            tests.append(f"len(s{i}) == {size}" if size else f"not s{i}")
+        if self.sizes:
+            scope["containers"], scope["sizes"] = [c for c, _, _ in self.sizes], [n for _, n, _ in self.sizes]
+            tests.append("[*map(len, containers)] == sizes")
         for i, bulk in enumerate(self.bulk):
             scope[f"b{i}"], scope[f"e{i}"] = bulk.read, bulk.content
             tests.append(f"b{i}() == e{i}")

@@ -15,7 +15,12 @@ __all__ = ["BACKENDS", "Options", "disabled", "switched_off"]
 
 BACKENDS = ("auto", "cuda", "tape", "eager")
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    off = False
+
+
+_thread = _Thread()
 _DISABLED = os.environ.get("GRAPHIFY_DISABLE", "") not in ("", "0")
 
 
@@ -63,7 +68,7 @@ def disabled() -> Iterator[None]:
 
     Works as a decorator too. `GRAPHIFY_DISABLE=1` in the environment does the same for the whole process.
     """
-    before = getattr(_thread, "off", False)
+    before = _thread.off
     _thread.off = True
     try:
         yield
@@ -73,4 +78,4 @@ def disabled() -> Iterator[None]:
 
 def switched_off() -> bool:
     """Whether `disabled()` or the environment asks for plain functions."""
-    return _DISABLED or getattr(_thread, "off", False)
+    return _thread.off or _DISABLED

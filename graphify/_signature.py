@@ -14,6 +14,7 @@ from ._ambient import (
     ambient_reader as ambient_reader,
     function_modes,
     inactive as inactive,
+    same_ambient as same_ambient,
 )
 from ._constants import shown
 from ._specs import (
@@ -37,6 +38,7 @@ __all__ = [
     "matcher_of",
     "overlap",
     "refusal",
+    "same_ambient",
     "specs_of",
 ]
 

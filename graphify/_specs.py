@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._ambient import function_modes
+from ._ambient import dynamo_guard, function_modes
 
 __all__ = ["TensorSpec", "matcher_of", "refusal", "specs_of", "without_modes"]
 
@@ -120,8 +120,7 @@ def matcher_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def _tensor_guards() -> Any:
-    dynamo = getattr(torch._C, "_dynamo", None)
-    return getattr(getattr(dynamo, "guards", None), "TensorGuards", None)
+    return dynamo_guard("TensorGuards")
 
 
 def _slow_matcher(tensors: Sequence[Tensor]) -> Callable[..., bool]:

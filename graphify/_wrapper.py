@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ._life import Life
 from ._options import Options, disabled, switched_off
 from ._pool import GraphPool
 from ._record import Call, Setting
-from ._signature import ambient_reader, inactive, overlap
+from ._signature import ambient_reader, inactive, matcher_of, overlap, same_ambient
 from ._tree import tree_of
 from .backends import backend_for
 from .backends.base import Backend
@@ -38,7 +39,7 @@ class Runner:
         self._pool = options.pool or GraphPool()
         self._binder = binder_of(target)
         self._bind = self._binder.bind
-        self._ambient = _ambient_of(self._backend)
+        self._ambient, self._same_ambient = _ambient_of(self._backend)
         self._start()
         _runners.add(self)
 
@@ -71,19 +72,20 @@ class Runner:
                 table, found = fitting, fitting.unpack(values)
                 assert found is not None
             tensors, tokens = found
-            key = (self._ambient(), tokens, table.specs(tensors), overlap(tensors))
             entry = self._last
-            if (
-                entry.tree is not table.tree
-                or entry.key != key
-                or not entry.holds()
-                or (entry.admits is not None and not entry.admits(tensors))
-            ):
-                entry = self._find(table, key, tensors, values)
             graph = entry.graph
-            if graph is not None:
+            if (
+                graph is not None
+                and entry.tree is table.tree
+                and entry.key[1] == tokens
+                and entry.same_ambient()
+                and entry.matches(*tensors)
+                and overlap(tensors) == entry.key[3]
+                and entry.holds()
+                and (entry.admits is None or entry.admits(tensors))
+            ):
                 return graph(tensors, values)
-            return self._life.advance(entry, Call(table.tree, values, tensors))
+            return self._look_up(table, tensors, tokens, values)
         except BaseException:
             self._life.counts["errors"] += 1
             raise
@@ -110,10 +112,27 @@ class Runner:
         self._table = table
         return table
 
-    def _find(self, table: Table, key: Any, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Entry:
+    def _look_up(
+        self, table: Table, tensors: tuple[Tensor, ...], tokens: tuple[Any, ...], values: tuple[Any, ...]
+    ) -> Any:
+        """The way of a call whose signature is not the last one: by its whole key."""
+        key = (self._ambient(), tokens, table.specs(tensors), overlap(tensors))
         with self._pool.lock:
-            self._last = self._life.find(table, key, tensors, values)
-            return self._last
+            entry = self._life.find(table, key, tensors, values)
+            if entry.graph is not None:
+                self._expect(entry, tensors)
+            self._last = entry
+        graph = entry.graph
+        if graph is not None:
+            return graph(tensors, values)
+        return self._life.advance(entry, Call(table.tree, values, tensors))
+
+    def _expect(self, entry: Entry, tensors: tuple[Tensor, ...]) -> None:
+        """Make the quick tests by which the next call of this signature is known."""
+        if not entry.same_ambient():
+            entry.same_ambient = self._same_ambient(entry.key[0])
+        if not entry.matches(*tensors):
+            entry.matches = matcher_of(tensors)
 
     # -- controls
 
@@ -187,13 +206,17 @@ class Runner:
         self._start()
 
 
-def _ambient_of(backend: Backend) -> Callable[[], Any]:
-    """Torch's switches for the backend's device; for one without a device, those of every device."""
+def _ambient_of(backend: Backend) -> tuple[Callable[[], Any], Callable[[Any], Callable[[], bool]]]:
+    """How torch's switches are read and tested: the device's; of a backend without one, every device's."""
     if backend.device_type:
-        return ambient_reader(backend.device_type)
+        return ambient_reader(backend.device_type), partial(same_ambient, backend.device_type)
     accelerator = torch.accelerator.current_accelerator()
     readers = [ambient_reader(kind) for kind in ("cpu", *([accelerator.type] if accelerator else []))]
-    return lambda: tuple(read() for read in readers)
+
+    def read() -> tuple[Any, ...]:
+        return tuple(reader() for reader in readers)
+
+    return read, lambda expected: lambda: read() == expected
 
 
 def _not_captured(name: str, entry: Entry) -> Exception:
