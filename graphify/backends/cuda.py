@@ -24,6 +24,12 @@ __all__ = ["CudaBackend", "CudaRecording", "available", "facts", "synchronize"]
 
 T = TypeVar("T")
 
+_HEALINGS = 16
+
+# Before torch 2.14 a capture that cannot be ended stays registered with the allocator, which then never frees
+# a block again that another stream has used (https://github.com/pytorch/pytorch/pull/180395).
+_LEAVES_POOL_OPEN = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
+
 # Process-wide: the driver lets one thread capture while others work, but two captures at once, or a live
 # warm-up of another thread on a capturing stream, break each other.
 _capturing = threading.RLock()
@@ -268,44 +274,48 @@ def _make_handles(device: torch.device) -> None:
 
 
 def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], T], pool: CudaPool) -> T:
-    """Run under capture; a failure ends the capture, heals the generator and surfaces as it was."""
+    """Run under capture; a failure ends the capture, mends what it broke and surfaces as it was."""
     graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
     try:
         result = run()
     except BaseException:
-        _abandon(graph)
+        if _end(graph, pool.device, pool.handle) is not None:
+            _heal(pool.device)
         raise
+    broken = _end(graph, pool.device, pool.handle)
+    if broken is not None:
+        _heal(pool.device)
+        raise broken
+    return result
+
+
+def _end(graph: torch.cuda.CUDAGraph, device: torch.device, handle: Any) -> RuntimeError | None:
+    """End a capture; when the driver finds it broken, free the allocator from it and answer the error."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
         try:
             graph.capture_end()
-        except BaseException:
-            _heal(pool.device)
-            raise
-    return result
-
-
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            graph.capture_end()
-    except RuntimeError:
-        # The capture was already broken; the error that broke it is the one to surface.
-        pass
-    _heal(torch.device("cuda", torch.cuda.current_device()))
+        except RuntimeError as error:
+            if _LEAVES_POOL_OPEN:
+                torch._C._cuda_endAllocateToPool(device.index, handle)
+                torch._C._cuda_releasePool(device.index, handle)
+            return error
+    return None
 
 
 def _heal(device: torch.device) -> None:
     """Take the default generator out of the state in which a broken capture leaves it.
 
     It believes that a capture is under way, and so do all graphs that registered it; a capture that draws and
-    ends well sets that right.
+    ends well sets that right. A device-wide synchronisation in another thread breaks any capture, this one
+    too, so it is tried again.
     """
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
-    torch.rand(1, device=device)
-    graph.capture_end()
+    for _ in range(_HEALINGS):
+        graph, handle = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+        torch.rand(1, device=device)
+        if _end(graph, device, handle) is None:
+            return
 
 
 def _default(device: torch.device) -> torch.Generator:
