@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,10 +69,7 @@ class CudaPool:
         """Keep the pool alive with an empty graph: a pool whose last graph died cannot be used again."""
         if self.placeholder is None:
             graph = torch.cuda.CUDAGraph()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-                graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
-                graph.capture_end()
+            _capture(graph, _nothing, self)
             self.placeholder = graph
 
 
