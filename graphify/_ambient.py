@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import overrides
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 __all__ = [
     "Ambient",
@@ -245,7 +245,7 @@ def _probes(private: bool) -> tuple[Switch, Switch, Switch, Switch]:
     return (
         tracing or _first("jit.is_tracing") or _never,
         transform or _never,  # there is no public way
-        dispatch or (lambda: is_in_torch_dispatch_mode(include_infra_modes=True)),
+        dispatch or _get_current_dispatch_mode_stack,  # the flag beside it is shared by all threads
         function or _function_stack,
     )
 

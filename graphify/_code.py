@@ -8,7 +8,7 @@ import linecache
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,6 +16,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+
+from ._following import hearing_calls
 
 __all__ = ["CodeNames", "Executed", "is_library", "line_of", "names_of", "user_frame", "user_line"]
 
@@ -109,42 +111,30 @@ class Executed:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Note every code object that this thread runs inside."""
-        previous = sys.getprofile()
-        if previous is not None and not callable(previous):
-            # A C profiler (cProfile) cannot be put back from Python: leave it, and suspect every name.
-            self.everything = True
-            yield
-            return
-        sys.setprofile(self._follow(previous))
-        try:
-            yield
-        finally:
-            sys.setprofile(previous)
-
-    def _follow(self, previous: Any) -> Callable[[FrameType, str, Any], None]:
-        codes = self.codes
-        aside: list[FrameType] = []
+        """Note every code object that this thread runs inside; suspect every name where that cannot be."""
         collecting = {id(getattr(callback, "__code__", None)) for callback in gc.callbacks}
 
-        def follow(frame: FrameType, event: str, arg: Any) -> None:
+        def note(frame: FrameType) -> None:
             code = frame.f_code
-            if aside:
-                if event == "return" and frame is aside[0]:
-                    aside.clear()
-            elif event == "call":
-                # A first import, or what the garbage collector calls, is not what the function reads.
-                if code.co_name == "<module>" or id(code) in collecting:
-                    aside.append(frame)
-                elif id(code) not in codes and not code.co_filename.startswith(_OURS):
-                    codes[id(code)] = (code, frame.f_globals)
-                    # Compiled code reads its values by guards that no bytecode shows.
-                    compiled = any(name.startswith("__compiled_fn") for name in code.co_names)
-                    self.everything = self.everything or compiled
-            if previous is not None:
-                previous(frame, event, arg)
+            if id(code) in self.codes or code.co_filename.startswith(_OURS) or _is_aside(frame, collecting):
+                return
+            self.codes[id(code)] = (code, frame.f_globals)
+            # Compiled code reads its values by guards that no bytecode shows.
+            compiled = any(name.startswith("__compiled_fn") for name in code.co_names)
+            self.everything = self.everything or compiled
 
-        return follow
+        with hearing_calls(note) as heard:
+            self.everything = self.everything or not heard
+            yield
+
+
+def _is_aside(frame: FrameType | None, collecting: set[int]) -> bool:
+    """Whether a frame belongs to a first import or to what the garbage collector calls, and not to the run."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
+        if frame.f_code.co_name == "<module>" or id(frame.f_code) in collecting:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_library(filename: str) -> bool:

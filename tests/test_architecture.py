@@ -28,7 +28,7 @@ PACKAGE = ROOT / "graphify"
 FLOORS: Mapping[int, tuple[str, ...]] = {
     0: ("errors",),
     1: (
-        *("_ambient", "_binding", "_code", "_composite", "_constants", "_illegal", "_layout"),
+        *("_ambient", "_binding", "_code", "_composite", "_constants", "_following", "_illegal", "_layout"),
         *("_signature", "_specs", "_tree", "_tree_code", "stats"),
     ),
     2: ("_guards", "_places", "_pool", "_trial", "_undo", "_watch"),
@@ -50,6 +50,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 
 ALONG: Mapping[str, tuple[str, ...]] = {
+    "_code": ("_following",),
     "_specs": ("_ambient",),
     "_tree_code": ("_constants",),
     "_tree": ("_constants", "_tree_code"),

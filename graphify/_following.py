@@ -1,0 +1,100 @@
+"""Hearing of every Python function that this thread starts, while somebody listens."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+__all__ = ["hearing_calls"]
+
+Listener = Callable[[FrameType], None]
+
+
+def hearing_calls(listener: Listener) -> contextlib.AbstractContextManager[bool]:
+    """Call `listener` with the frame of each Python function that this thread starts; False if it cannot.
+
+    From Python 3.12 on by `sys.monitoring`: there `sys.setprofile`, set thousands of times in one process, was
+    seen to end in a segmentation fault.
+    """
+    return _by_monitoring(listener) if hasattr(sys, "monitoring") else _by_profile(listener)
+
+
+@contextlib.contextmanager
+def _by_profile(listener: Listener) -> Iterator[bool]:
+    previous = sys.getprofile()
+    if previous is not None and not callable(previous):
+        # A C profiler (cProfile) cannot be put back from Python.
+        yield False
+        return
+
+    def follow(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            listener(frame)
+        if previous is not None:
+            previous(frame, event, arg)  # type: ignore[arg-type]
+
+    sys.setprofile(follow)
+    try:
+        yield True
+    finally:
+        sys.setprofile(previous)
+
+
+# Process-wide, because tools of `sys.monitoring` are: one tool for all threads, held while one of them listens.
+_lock = threading.Lock()
+_tool: int | None = None
+_users = 0
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.listeners: list[Listener] = []
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def _by_monitoring(listener: Listener) -> Iterator[bool]:
+    found = _take()
+    _here.listeners.append(listener)
+    try:
+        yield found
+    finally:
+        _here.listeners.pop()
+        _leave()
+
+
+def _started(code: CodeType, offset: int) -> None:
+    for listener in _here.listeners:
+        listener(sys._getframe(1))
+
+
+def _take() -> bool:
+    global _tool, _users  # noqa: PLW0603
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
+    with _lock:
+        _users += 1
+        if _tool is None:
+            _tool = next((i for i in (4, 3, 2, 1, 0) if monitoring.get_tool(i) is None), None)
+            if _tool is not None:
+                monitoring.use_tool_id(_tool, "graphify")
+                monitoring.register_callback(_tool, monitoring.events.PY_START, _started)
+                monitoring.set_events(_tool, monitoring.events.PY_START)
+        return _tool is not None
+
+
+def _leave() -> None:
+    global _tool, _users  # noqa: PLW0603
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
+    with _lock:
+        _users -= 1
+        if _users == 0 and _tool is not None:
+            monitoring.set_events(_tool, 0)
+            monitoring.register_callback(_tool, monitoring.events.PY_START, None)
+            monitoring.free_tool_id(_tool)
+            _tool = None
