@@ -50,27 +50,23 @@ _tool: int | None = None
 _users = 0
 
 
-class _Here(threading.local):
-    def __init__(self) -> None:
-        self.listeners: list[Listener] = []
-
-
-_here = _Here()
+_here = threading.local()
 
 
 @contextlib.contextmanager
 def _by_monitoring(listener: Listener) -> Iterator[bool]:
+    before: tuple[Listener, ...] = getattr(_here, "listeners", ())
     found = _take()
-    _here.listeners.append(listener)
+    _here.listeners = (*before, listener)
     try:
         yield found
     finally:
-        _here.listeners.pop()
+        _here.listeners = before
         _leave()
 
 
 def _started(code: CodeType, offset: int) -> None:
-    for listener in _here.listeners:
+    for listener in getattr(_here, "listeners", ()):
         listener(sys._getframe(1))
 
 
