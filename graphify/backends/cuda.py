@@ -96,6 +96,8 @@ class CudaLoan:
         self.storage = torch._C._construct_storage_from_data_pointer(
             memory.data_ptr(), tensor.device, memory.nbytes()
         )
+        # The lent storage owns nothing: it must keep the graph's memory for as long as anybody holds it.
+        self.storage._graphify_memory = memory  # type: ignore[attr-defined]
         self.tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.tensor.set_(self.storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         self._alone = self._holders()
