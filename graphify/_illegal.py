@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["HOST", "Offence", "offence", "tensors_in"]
+__all__ = ["HOST", "READ", "Offence", "offence", "tensors_in"]
 
 aten = torch.ops.aten
 
@@ -73,22 +73,25 @@ def _foreign(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) 
     return None
 
 
-def _scalar(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
-    if not _on(device, args):
-        return None
-    return Offence(
-        "a tensor's value is read on the host (`.item()`, `bool()`, `int()`, `float()`, or an `if` on a tensor)",
-        READ,
-        "keep it on the device (`torch.where` for a branch), or do this part outside the graphed function",
-    )
+Rule = Callable[[Sequence[Any], dict[str, Any], torch.device], Offence | None]
 
 
-def _compare(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
-    if not _on(device, args):
-        return None
-    return Offence(
-        "two tensors are compared on the host (`torch.equal`, `torch.allclose`)", READ, "compare outside"
-    )
+def _reading(what: str, fix: str) -> Rule:
+    """A rule for an operator that reads the device's tensors on the host."""
+    found = Offence(what, READ, fix)
+    return lambda args, kwargs, device: found if _on(device, args) else None
+
+
+_scalar = _reading(
+    "a tensor's value is read on the host (`.item()`, `bool()`, `int()`, `float()`, or an `if` on a tensor)",
+    "keep it on the device (`torch.where` for a branch), or do this part outside the graphed function",
+)
+_compare = _reading(
+    "two tensors are compared on the host (`torch.equal`, `torch.allclose`)", "compare outside"
+)
+_linalg = _reading(
+    "a `torch.linalg` function checks for errors on the host", "its `_ex` form, such as `torch.linalg.inv_ex`"
+)
 
 
 def _index(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
@@ -111,16 +114,6 @@ def _repeat(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -
         return None
     return Offence(
         "`repeat_interleave` with a tensor of counts has a data-dependent size", SHAPE, "pass `output_size=`"
-    )
-
-
-def _linalg(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
-    if not _on(device, args):
-        return None
-    return Offence(
-        "a `torch.linalg` function checks for errors on the host",
-        READ,
-        "its `_ex` form, such as `torch.linalg.inv_ex`",
     )
 
 
@@ -154,8 +147,6 @@ _SHAPE_FIXES = {
     "nonzero": "`torch.where(mask, x, other)`, or `torch.nonzero_static(x, size=n)`",
     "masked_select": "`torch.where(mask, x, other)`, or multiply by the mask",
 }
-
-Rule = Callable[[Sequence[Any], dict[str, Any], torch.device], Offence | None]
 
 
 def _rules() -> dict[Any, Rule]:

@@ -20,7 +20,7 @@ from ._options import Options
 from ._places import Survey
 from ._record import Call, Graph, NeedsGradError, Order, Setting, needs_grad, record
 from ._signature import TensorSpec, refusal, specs_of
-from ._tree import tree_of
+from ._tree import tensors_of, tree_of
 from ._trial import Snapshot, trial
 from ._undo import UndoLog
 from ._watch import Watch, watching
@@ -97,7 +97,7 @@ class Life:
         self.forget(entry)
 
     def _new(self, table: Table, key: Any, call: Call) -> Entry:
-        device, hosts, refused = self._placement(table, call)
+        device, hosts, refused = self._placement(call)
         entry = Entry(table.tree, key, device)
         entry.refusal = refused
         entry.label = _label(call)
@@ -112,9 +112,9 @@ class Life:
             self._trim()
         return entry
 
-    def _placement(self, table: Table, call: Call) -> tuple[torch.device | None, list[int], Refusal | None]:
+    def _placement(self, call: Call) -> tuple[torch.device | None, list[int], Refusal | None]:
         """The device to record on, the host scalars among the tensors, or why there is neither."""
-        for path, tensor in zip(table.tree.tensor_paths, call.tensors, strict=True):
+        for path, tensor in zip(call.tree.tensor_paths, call.tensors, strict=True):
             why = refusal(tensor)
             if why is not None:
                 return None, [], Refusal("layout", InputError(f"argument `{path}`: {why}"))
@@ -127,7 +127,7 @@ class Life:
         hosts = [i for i, t in enumerate(call.tensors) if t.device.type != device.type]
         for i in hosts:
             if call.tensors[i].dim():
-                path, where = table.tree.tensor_paths[i], call.tensors[i].device
+                path, where = call.tree.tensor_paths[i], call.tensors[i].device
                 text = f"argument `{path}` is on {where} beside tensors on {device}: pass `{path}.to({str(device)!r})`"
                 return None, [], Refusal("devices", InputError(text))
         return device, hosts, None
@@ -195,11 +195,14 @@ class Life:
     def _refuse(self, refused: Refusal, call: Call) -> Any:
         if refused.error is not None and self.options.fallback == "raise":
             raise refused.error.with_traceback(None)
+        self._say_refused(refused)
+        return self._eagerly(refused.reason, call)
+
+    def _say_refused(self, refused: Refusal) -> None:
         if refused.error is not None:
             self.say(refused.reason, f"runs eagerly from now on for this kind of call: {refused.error}")
         elif refused.advice:
             self.say(refused.reason, f"runs eagerly: {refused.advice}")
-        return self._eagerly(refused.reason, call)
 
     def _eagerly(self, reason: str, call: Call) -> Any:
         result = self.setting.run(call.values)
@@ -215,23 +218,20 @@ class Life:
         """Run for real, on the capture stream, and learn what a capture would meet."""
         backend, before = self.setting.backend, None
         if self.options.fallback == "raise":
-            survey = self._survey(call)
-            generators = [*self._known_generators(), *survey.generators]
-            before = Snapshot(backend, entry.device_or_raise(), survey, generators)
+            known = self._known_generators()
+            before = Snapshot(backend, entry.device_or_raise(), self._survey(call), known)
         watch = Watch(entry.device_or_raise(), undo=before.log if before is not None else None)
         # A run with autograd stays on the caller's stream: its nodes remember the stream for the backward.
         aside = not torch.is_grad_enabled()
         with backend.scope(watch.device, aside=aside), watching(watch, backend.listen):
             result = self.setting.run(call.values)
-        backend.hand_over(_tensors(result))
+        backend.hand_over(tensors_of(result))
         self._learn(entry, call, watch, result)
         if entry.refusal is not None and entry.refusal.error is not None:
             if before is not None:
                 before.undo()
                 raise entry.refusal.error
-            self.say(
-                entry.refusal.reason, f"runs eagerly from now on for this kind of call: {entry.refusal.error}"
-            )
+            self._say_refused(entry.refusal)
         self.counts["warmups"] += 1
         return result
 
@@ -353,7 +353,6 @@ class Life:
 
     def forget(self, entry: Entry) -> None:
         """Drop an entry and its graph."""
-        assert entry.tree is not None
         self._retire(entry)
         self.tables[entry.tree.spec].remove(entry)
         self._entries.pop(id(entry), None)
@@ -412,12 +411,6 @@ class Life:
                 f"values of {name}",
                 f"has seen {_MANY_VALUES} values of `{name}`; each is baked into a graph of its own: pass it as a tensor",
             )
-
-
-def _tensors(result: Any) -> tuple[Tensor, ...]:
-    found = tree_of((result,), ("output",)).unpack((result,))
-    assert found is not None
-    return found[0]
 
 
 def _label(call: Call) -> str:

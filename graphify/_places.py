@@ -185,7 +185,6 @@ class Survey:
         self.tensor_facts: list[tuple[Tensor, str, TensorFacts]] = []
         self.generators: list[torch.Generator] = []
         self.hooks: list[tuple[Any, int, str]] = []
-        self.modules: list[nn.Module] = []
         self._seen: dict[int, Any] = {}
         self._keys: dict[int, list[Any]] = {}
         self._outermost: Any = None
@@ -294,7 +293,6 @@ class Survey:
         return (n for n in names if self.names is None or n in self.names)
 
     def _walk_module(self, module: nn.Module, name: str) -> None:
-        self.modules.append(module)
         state = module.__dict__
         for registry in ("_parameters", "_buffers", "_modules"):
             held = state[registry]

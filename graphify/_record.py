@@ -18,7 +18,7 @@ from ._places import MISSING, Change, Place, Survey
 from ._pool import GraphPool
 from ._results import ResultPlan, lending
 from ._signature import TensorSpec
-from ._tree import Tree, tree_of
+from ._tree import Tree, tensors_of, tree_of
 from ._trial import HostRandomness
 from ._undo import UndoLog
 from ._watch import Watch, watching
@@ -130,10 +130,8 @@ def stale_input(error: RuntimeError) -> StaleOutputError | None:
 
 def needs_grad(result: Any, watch: Watch) -> bool:
     """Whether a run is training: a result needs grad, or a backward ran inside."""
-    tree = tree_of((result,), ("output",))
-    found = tree.unpack((result,))
-    assert found is not None
-    return watch.backward or (torch.is_grad_enabled() and any(t.requires_grad for t in found[0]))
+    graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of(result))
+    return watch.backward or graded
 
 
 def record(

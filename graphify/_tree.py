@@ -19,7 +19,7 @@ from ._constants import kind_of, refusal_of, token_of
 from ._tree_code import EXACT, Box, Node, Rebuild, Unpack, is_structseq, rebuilder, unpacker
 from .errors import InputError
 
-__all__ = ["Tree", "tree_of"]
+__all__ = ["Tree", "tensors_of", "tree_of"]
 
 _MAX_DEPTH = 100
 _BASES: tuple[type, ...] = (OrderedDict, defaultdict, dict, list, tuple)
@@ -239,3 +239,11 @@ def _items_of(value: Any, base: Any, path: str) -> tuple[tuple[Any, ...] | None,
     if len(fields) == len(items):
         return None, items, [f"{path}.{field}" for field in fields]
     return None, items, [f"{path}[{index}]" for index in range(len(items))]
+
+
+def tensors_of(value: Any) -> tuple[Tensor, ...]:
+    """The tensors inside one value, in the order of its structure."""
+    roots = (value,)
+    found = tree_of(roots, ("output",)).unpack(roots)
+    assert found is not None, "a value has the structure that was read off it"
+    return found[0]

@@ -15,7 +15,6 @@ from ._undo import UndoLog
 
 __all__ = ["HostRandomness", "Snapshot", "trial"]
 
-
 _LIMIT = 256 * 2**20
 
 
@@ -65,7 +64,8 @@ class Snapshot:
     ) -> None:
         self.log = UndoLog(limit=_LIMIT)
         self._streams, self._survey = streams, survey
-        self._host, self._state = HostRandomness(device), streams.rng_state(generators)
+        self._host = HostRandomness(device)
+        self._state = streams.rng_state([*generators, *survey.generators])
         leaves = (t for _, t in survey.tensors() if t.is_leaf and t.requires_grad)
         self._grads = [(t, t.grad) for t in leaves]
 

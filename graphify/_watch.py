@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from ._code import Executed, user_line
 from ._composite import decomposed, is_composite
-from ._illegal import HOST, Offence, offence, tensors_in
+from ._illegal import HOST, READ, Offence, offence, tensors_in
 from ._layout import family_key
 from ._undo import UndoLog, writes_of
 from .errors import CaptureError
 
 __all__ = ["Watch", "watching"]
-
-T = TypeVar("T")
 
 aten = torch.ops.aten
 _RESTRIDING = {
@@ -59,7 +57,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.restrided: set[int] = set()
         self.born: set[int] = set()
         self.generators: dict[int, torch.Generator] = {}
-        self.draws = False
         self.backward = False
         self.device_work = False
 
@@ -117,7 +114,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.blame(
             Offence(
                 f"`{name}` reads a tensor on the host",
-                "a graph replays device work only; the host cannot read a value in the middle of it",
+                READ,
                 "keep it on the device, or do this part outside the graphed function",
             )
         )
@@ -125,8 +122,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_inputs(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
         if torch._C._current_graph_task_id() != -1:
             self.backward = True
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws = True
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):
                 self.generators[id(value)] = value

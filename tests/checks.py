@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -57,3 +58,19 @@ def counts(graphed: Any) -> tuple[int, int, int, int, int]:
     assert s.calls == s.warmups + s.captures + s.replays + s.eager + s.errors
     assert s.eager == s.reasons.total()
     return s.warmups, s.captures, s.replays, s.eager, s.errors
+
+
+def together(number: int, work: Callable[[], Any]) -> list[Any]:
+    """What `work` answers in each of `number` threads that begin at once."""
+    start, found = threading.Barrier(number), list[Any]()
+
+    def run() -> None:
+        start.wait()
+        found.append(work())
+
+    threads = [threading.Thread(target=run) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found

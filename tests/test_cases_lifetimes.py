@@ -156,8 +156,8 @@ def test_b77_branch_on_an_attribute(backend, device):
     assert stats.captures == 2
 
 
-def test_b78_compiled_function_inside(backend, device):
-    """A torch.compile'd function is compiled in the warm-up, replayed after, and still compiled outside."""
+def counted_compile() -> tuple[Any, list[int]]:
+    """A compiled function, and a list that grows with each time it is compiled."""
     runs: list[int] = []
 
     def compiler(gm: Any, _: Any) -> Any:
@@ -165,6 +165,12 @@ def test_b78_compiled_function_inside(backend, device):
         return gm.forward
 
     f = torch.compile(lambda x: (x * 2).relu(), backend=compiler, dynamic=False)
+    return f, runs
+
+
+def test_b78_compiled_function_inside(backend, device):
+    """A torch.compile'd function is compiled in the warm-up, replayed after, and still compiled outside."""
+    f, runs = counted_compile()
     graphed = graphify(f, backend=backend)
     for shape in ((3,), (4,)):
         for x in [t.to(device) for t in rows(*shape)]:
@@ -176,13 +182,7 @@ def test_b78_compiled_function_inside(backend, device):
 
 def test_b78_compiled_function_is_not_compiled_again_outside(backend, device):
     """A compiled function that was used inside a graph runs outside without being compiled anew, and the reverse."""
-    runs: list[int] = []
-
-    def compiler(gm: Any, _: Any) -> Any:
-        runs.append(1)
-        return gm.forward
-
-    f = torch.compile(lambda x: (x * 2).relu(), backend=compiler, dynamic=False)
+    f, runs = counted_compile()
     graphed = graphify(f, backend=backend)
     for x in [t.to(device) for t in rows(3)]:
         equal((x * 2).relu(), f(x))

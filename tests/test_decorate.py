@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import together
 from torch import Tensor, nn
 
 from graphify import GraphedModule, GraphPool, _method, graphify, handle
@@ -602,18 +603,8 @@ def test_threads_make_one_runner_per_instance(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(_method, "Runner", Counting)
     model = Model(2.0)
-    start = threading.Barrier(8)
-    runners: list[Any] = []
 
-    def touch() -> None:
-        start.wait()
-        runners.append(handle(model.step))
-
-    threads = [threading.Thread(target=touch) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    runners = together(8, lambda: handle(model.step))
 
     assert len(made) == 1
     assert len(runners) == 8

@@ -351,6 +351,19 @@ def decode(step: Step, net: Any, cache: Any, batch: int, steps: int) -> list[Ten
     return logits
 
 
+def stepper(model: Any) -> Step:
+    """One decode step of a model, with the cache as an argument; the result carries that very cache."""
+
+    def step(token: Tensor, cache: Any, position: Tensor) -> Tensor:
+        out = model(input_ids=token, past_key_values=cache, position_ids=position, use_cache=True)
+        assert out.past_key_values is cache
+        assert type(out).__name__ == "CausalLMOutputWithPast"
+        logits: Tensor = out.logits
+        return logits
+
+    return step
+
+
 def same_cache(left: Any, right: Any) -> None:
     for a, b in zip(left.layers, right.layers, strict=True):
         identical((a.keys, a.values, a.cumulative_length), (b.keys, b.values, b.cumulative_length))
@@ -364,12 +377,7 @@ def test_llama_with_a_static_cache(
     """32 greedy steps with the cache as an argument: logits bit-equal to an eager twin's, and so is the cache."""
     net = llama(device, full)
 
-    def step(token: Tensor, cache: Any, position: Tensor) -> Tensor:
-        logits: Tensor = net(
-            input_ids=token, past_key_values=cache, position_ids=position, use_cache=True
-        ).logits
-        return logits
-
+    step = stepper(net)
     graphed = graphify(step, backend=backend, outputs=outputs)
     caches = [static_cache(net), static_cache(net)]
     want = decode(step, net, caches[0], batch, 32)
@@ -386,16 +394,6 @@ def test_llama_as_a_twin(backend: str, device: torch.device, full: bool) -> None
     net = llama(device, full)
     graphed = graphify(net, backend=backend)
 
-    def stepper(model: Any) -> Step:
-        def step(token: Tensor, cache: Any, position: Tensor) -> Tensor:
-            out = model(input_ids=token, past_key_values=cache, position_ids=position, use_cache=True)
-            assert out.past_key_values is cache
-            assert type(out).__name__ == "CausalLMOutputWithPast"
-            logits: Tensor = out.logits
-            return logits
-
-        return step
-
     caches = [static_cache(net), static_cache(net)]
     identical(decode(stepper(net), net, caches[0], 2, 8), decode(stepper(graphed), net, caches[1], 2, 8))
     same_cache(*caches)
@@ -406,12 +404,7 @@ def test_llama_with_two_caches(backend: str, device: torch.device, full: bool) -
     """Each cache has its own graph; a cache that is reset and used again is the same cache."""
     net = llama(device, full)
 
-    def step(token: Tensor, cache: Any, position: Tensor) -> Tensor:
-        logits: Tensor = net(
-            input_ids=token, past_key_values=cache, position_ids=position, use_cache=True
-        ).logits
-        return logits
-
+    step = stepper(net)
     graphed = graphify(step, backend=backend)
     mine, twins = [static_cache(net) for _ in range(2)], [static_cache(net) for _ in range(2)]
     for _ in range(3):
@@ -428,12 +421,7 @@ def test_llama_captured_ahead_of_time(backend: str, device: torch.device, full: 
     """After the prefill a step can be captured without trace; then every step is a replay."""
     net = llama(device, full)
 
-    def step(token: Tensor, cache: Any, position: Tensor) -> Tensor:
-        logits: Tensor = net(
-            input_ids=token, past_key_values=cache, position_ids=position, use_cache=True
-        ).logits
-        return logits
-
+    step = stepper(net)
     graphed = graphify(step, backend=backend)
 
     def first_captures(token: Tensor, cache: Any, position: Tensor) -> Tensor:
@@ -493,12 +481,7 @@ def test_caches_that_count_in_python(
     """A growing cache, or one with a Python counter, is refused by name; with a fallback it equals eager."""
     net, make, name = kind(device)
 
-    def step(token: Tensor, cache: Any, position: Tensor) -> Tensor:
-        logits: Tensor = net(
-            input_ids=token, past_key_values=cache, position_ids=position, use_cache=True
-        ).logits
-        return logits
-
+    step = stepper(net)
     with pytest.raises(CaptureError, match=rf"`cache\.{name}`"):
         decode(graphify(step, backend=backend), net, make(), 2, 12)
     graphed = graphify(step, backend=backend, fallback="eager")
@@ -516,12 +499,6 @@ def test_a_refused_counter_is_not_tried_again_and_again(backend: str, device: to
     """A count that is read and re-bound was refused once: its next values are no new signatures to be tried."""
     net, make, _ = _Decoders.sliding(device)
 
-    @graphify(backend=backend, fallback="eager")
-    def step(token: Tensor, cache: Any, position: Tensor) -> Tensor:
-        logits: Tensor = net(
-            input_ids=token, past_key_values=cache, position_ids=position, use_cache=True
-        ).logits
-        return logits
-
+    step = graphify(stepper(net), backend=backend, fallback="eager")
     decode(step, net, make(), 2, 16)
     assert step.stats().eager >= 12

@@ -9,7 +9,6 @@ import gc
 import inspect
 import io
 import pickle
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checks import together
 from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -795,18 +795,8 @@ def test_threads_that_meet_a_patched_forward_make_one_runner(monkeypatch: pytest
     eager = Doubling()
     model = graphify(eager, **TAPE)
     eager.forward = lambda x: x + 1
-    start = threading.Barrier(8)
-    found: list[Any] = []
 
-    def look() -> None:
-        start.wait()
-        found.append(model.forward)
-
-    threads = [threading.Thread(target=look) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = together(8, lambda: model.forward)
 
     assert len(found) == 8
     assert len(set(map(id, found))) == 1

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._tree import tree_of
+from .._tree import tensors_of
 from .._undo import below
 from ..errors import CaptureError, GraphifyError
 from ._host_reads import listen
@@ -46,7 +46,7 @@ class EagerRecording:
     def __init__(self, run: Callable[[], Any], result: Any) -> None:
         self.ran = True
         self.nodes = 1
-        self._results = _tensors(result)
+        self._results = tensors_of(result)
         self.bytes = sum(
             {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._results}.values()
         )
@@ -63,7 +63,7 @@ class EagerRecording:
         if self.ran:
             self.ran = False
             return
-        made = _tensors(self._run())
+        made = tensors_of(self._run())
         if len(made) != len(self._results):
             raise GraphifyError(f"a run made {len(made)} tensors, the recorded one {len(self._results)}")
         for old, new in zip(self._results, made, strict=True):
@@ -73,12 +73,6 @@ class EagerRecording:
     def close(self) -> None:
         """Let go of the run and its results; closing twice is harmless."""
         self._run, self._results = None, ()
-
-
-def _tensors(result: Any) -> tuple[Tensor, ...]:
-    leaves = tree_of((result,), ("output",)).unpack((result,))
-    assert leaves is not None
-    return leaves[0]
 
 
 def _move(old: Tensor, new: Tensor) -> None:
