@@ -158,6 +158,7 @@ def reserved(device: torch.device) -> int:
         return 0
     gc.collect()
     torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # 32 MiB each, in whatever block was free
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
 

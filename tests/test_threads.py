@@ -14,6 +14,7 @@ from conftest import needs_cuda
 from torch import Tensor, nn
 
 from graphify import disabled, graphify, handle
+from graphify.backends.cuda import CudaBackend
 
 THREADS = 8
 PATIENCE = 120.0
@@ -406,3 +407,19 @@ def test_a_function_with_a_stream_of_its_own_inside() -> None:
     for x in inputs(device, 10, 10, batch=64):
         assert torch.equal(graphed(x), step(x))
     assert counts(graphed) == (1, 1, 8, 0, 0)
+
+
+@cuda
+@needs_cuda
+@torch.no_grad()
+def test_results_are_handed_to_the_callers_stream_without_lazy_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one set, torch's `record_stream` damages the host's heap, and the process dies later."""
+    seen: list[tuple[bool, bool, int]] = []
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda t, stream: seen.append((t.is_conj(), t.is_neg(), t.data_ptr()))
+    )
+    z = torch.randn(3, dtype=torch.complex64, device="cuda")
+    made = [z, z.conj(), z.conj().imag]
+    assert (made[1].is_conj(), made[2].is_neg()) == (True, True)
+    CudaBackend().hand_over(made)
+    assert seen == [(False, False, t.data_ptr()) for t in made]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .._layout import with_bits
 from ..errors import InputError
 from ._cuda_copies import replay_with_copies
 from ._cuda_driver import count_nodes, private_stream
@@ -191,12 +192,15 @@ class CudaBackend:
         for generator in generators:
             if generator.device.type == "cuda" and generator is not _default(generator.device):
                 graph.register_generator_state(generator)
-        before = _reserved(pool)
+        before = torch.cuda.memory_reserved(pool.device)
         with _no_collection(), _own_workspaces():
             pool.hold()
             result = _capture(graph, run, pool)
         nodes = count_nodes(graph)
-        return CudaRecording(graph, 1 if nodes is None else nodes, _reserved(pool) - before), result
+        # Not `memory_snapshot(pool.handle)`: each call takes a reference from the pool's number, and some hundred
+        # captures later the process dies (https://github.com/pytorch/pytorch/pull/196366).
+        grown = max(0, torch.cuda.memory_reserved(pool.device) - before)
+        return CudaRecording(graph, 1 if nodes is None else nodes, grown), result
 
     def listen(self, report: Report) -> AbstractContextManager[None]:
         """Printing switches dispatch modes off; every other host read of a CUDA tensor passes the dispatcher."""
@@ -206,7 +210,9 @@ class CudaBackend:
         """Mark warm-up results as used on the caller's stream."""
         for tensor in tensors:
             if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                # Without lazy conj and neg bits: with one set, torch's `record_stream` damages the host's heap.
+                plain = with_bits(tensor.detach(), tensor)
+                plain.record_stream(torch.cuda.current_stream(tensor.device))
 
     def order(self, pool: CudaPool) -> None:
         """Queue this stream's work behind the pool's last replay when that ran on another stream."""
@@ -346,12 +352,6 @@ def _own_workspaces() -> Iterator[None]:
         yield
     finally:
         clear()
-
-
-def _reserved(pool: CudaPool) -> int:
-    """Bytes of device memory that a pool holds."""
-    segments = torch.cuda.memory_snapshot(pool.handle, include_traces=False)  # type: ignore[no-untyped-call]
-    return sum(int(segment["total_size"]) for segment in segments)
 
 
 _initialized: Callable[[], bool] = torch.cuda.is_initialized
