@@ -1,1 +1,1 @@
-"""What graphify costs beside eager and hand-written CUDA graphs: `python -m benchmarks.dispatch`."""
+"""What graphify costs beside eager, hand-written CUDA graphs and other libraries: `python -m benchmarks`."""

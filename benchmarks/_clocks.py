@@ -14,6 +14,10 @@ from torch import Tensor
 __all__ = ["Clocks", "alone", "synchronize", "timed"]
 
 Call = Callable[..., Any]
+BUDGET = 0.6
+"""Seconds that one way's loop may take in a round; slow ways make fewer calls."""
+WARMING = 30
+FEWEST = 20
 
 
 class Clocks(NamedTuple):
@@ -36,15 +40,42 @@ def synchronize() -> None:
 
 def timed(
     calls: Sequence[Call], inputs: Sequence[tuple[Tensor, ...]], *, rounds: int, number: int
-) -> list[Clocks]:
-    """Medians over rounds in which the ways take turns, so that a slow moment of the machine hits them all."""
-    found: list[list[Clocks]] = [[] for _ in calls]
-    for round_ in range(rounds + 1):
-        for call, times in zip(calls, found, strict=True):
-            clocks = Clocks(*_loop(call, inputs, number), _latency(call, inputs, max(1, number // 3)))
-            if round_:  # the first round warms up
-                times.append(clocks)
-    return [Clocks(*map(median, zip(*times, strict=True))) for times in found]
+) -> list[Clocks | Exception]:
+    """Medians over rounds in which the ways take turns, so that a slow moment of the machine hits them all.
+
+    A way that raises gives its exception and leaves the turns to the others.
+    """
+    turns = [_Turns(call, inputs, number) for call in calls]
+    for _ in range(rounds + 1):
+        for one in turns:
+            one.take()
+    return [one.error or Clocks(*map(median, zip(*one.times, strict=True))) for one in turns]
+
+
+class _Turns:
+    """One way's rounds; the first warms up and tells how many calls fit into the later ones."""
+
+    def __init__(self, call: Call, inputs: Sequence[tuple[Tensor, ...]], number: int) -> None:
+        self.call, self.inputs, self.most = call, inputs, number
+        self.number = 0
+        self.times: list[Clocks] = []
+        self.error: Exception | None = None
+
+    def take(self) -> None:
+        if self.error is not None:
+            return
+        try:
+            if self.number:
+                self.times.append(self._round(self.number))
+            else:
+                wall = self._round(min(WARMING, self.most)).wall
+                self.number = min(self.most, max(FEWEST, int(BUDGET / wall * 1e6)))
+        except Exception as error:
+            self.error = error
+
+    def _round(self, number: int) -> Clocks:
+        dispatch, wall = _loop(self.call, self.inputs, number)
+        return Clocks(dispatch, wall, _latency(self.call, self.inputs, max(1, number // 3)))
 
 
 def _loop(call: Call, inputs: Sequence[tuple[Tensor, ...]], number: int) -> tuple[float, float]:
