@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._autograd import Patterns
+from ._graph import Graph
 from ._guards import Guard, Miss
+from ._instances import Instances
 from ._layout import family_key
-from ._record import Graph
 from ._tree import Tree
 
 __all__ = ["Entry", "Refusal", "Table", "host_value"]
@@ -35,7 +37,8 @@ class Entry:
     def __init__(self, tree: Tree, key: Any, device: torch.device | None) -> None:
         self.tree, self.key, self.device = tree, key, device
         self.guard: Guard | None = None
-        self.graph: Graph | None = None
+        self.graph: Graph | Instances | None = None
+        self.patterns: Patterns | None = None
         self.refusal: Refusal | None = None
         self.scalars: tuple[tuple[int, Any], ...] = ()
         self.staged: frozenset[int] = frozenset()
@@ -59,7 +62,7 @@ class Entry:
         """Check this guard before each use from now on."""
         self.guard, self.holds = guard, guard.holds
 
-    def settle(self, graph: Graph, guard: Guard) -> None:
+    def settle(self, graph: Graph | Instances, guard: Guard) -> None:
         """The signature has its graph."""
         self.trust(guard)
         self.graph, self.wait = graph, 0

@@ -7,18 +7,25 @@ import logging
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
+from ._autograd import Patterns
 from ._code import Executed, user_frame
 from ._entry import Entry, Refusal, Table, host_value
+from ._graph import Call, Graph, Order, Setting
 from ._guards import Guard
+from ._instances import MOST, Instances
+from ._layout import family_key
 from ._options import Options
 from ._places import Survey
-from ._record import Call, Graph, NeedsGradError, Order, Setting, needs_grad, record
+from ._record import NeedsGradError, has_gradients, record
+from ._results import TangledError
 from ._signature import TensorSpec, refusal, specs_of
 from ._tree import tensors_of, tree_of
 from ._trial import Snapshot, trial
@@ -37,6 +44,11 @@ _GRAD = Refusal(
     "grad",
     advice="its results need gradients, and training is not captured yet: call it under torch.no_grad() or "
     "torch.inference_mode(), or detach the results",
+)
+_TANGLED = Refusal(
+    "views",
+    advice="its results need gradients and are views that cannot be taken of a copy: return the whole tensor, "
+    "and take the views outside",
 )
 _MANY_VALUES = 8
 _MANY_ENTRIES = 1024
@@ -251,16 +263,55 @@ class Life:
         entry.trust(Guard(survey, outside=(), written=set(), device=watch.device))
         if watch.offences and _ASKS not in self.executed.loads():
             entry.refusal = Refusal("uncapturable", watch.offences[0])
-        elif needs_grad(result, watch):
+        elif watch.backward:
             entry.refusal = _GRAD
+        elif has_gradients(result):
+            self._learn_gradients(entry, call, watch)
         elif not watch.device_work and not call.tensors:
             entry.refusal = Refusal("cpu")
+
+    def _learn_gradients(self, entry: Entry, call: Call, watch: Watch) -> None:
+        """The results need gradients: a backward will be recorded, too."""
+        for path, tensor in zip(call.tree.tensor_paths, call.tensors, strict=True):
+            if tensor.requires_grad and family_key(tensor) in watch.written:
+                error = CaptureError(
+                    f"`{path}` needs gradients and is written in place",
+                    why="a graph has its own copy of the argument, and the caller's would lose its history",
+                    fix=f"write into `{path}.clone()`, or use the form without underscore",
+                )
+                entry.refusal = Refusal("uncapturable", error)
+        if entry.patterns is None:
+            entry.patterns = self._patterns()
+
+    def _patterns(self) -> Patterns:
+        life = weakref.ref(self)
+
+        def refuse(error: CaptureError) -> None:
+            alive = life()
+            if alive is not None:
+                alive.refuse_backward(error)
+
+        def recorded() -> None:
+            alive = life()
+            if alive is not None:
+                alive.counts["recordings"] += 1
+
+        generators = self.generators
+        return Patterns(lambda: list(generators.values()), refuse, recorded)
+
+    def refuse_backward(self, error: CaptureError) -> None:
+        """A backward that cannot be recorded: raised, or said once and run live from then on."""
+        if self.options.fallback == "raise":
+            raise error.with_traceback(None)
+        self.say("backward", f"runs its backward eagerly from now on: {error}")
 
     def _record(self, entry: Entry, call: Call) -> Any:
         try:
             self._make_graph(entry, call)
         except NeedsGradError:
             entry.refusal = _GRAD
+        except TangledError:
+            entry.refusal = _TANGLED
         except CaptureError as error:
             entry.refusal = Refusal("uncapturable", error)
         except Exception as error:
@@ -292,7 +343,7 @@ class Life:
 
     def _make_graph(self, entry: Entry, call: Call, undo: UndoLog | None = None) -> None:
         self.make_room()
-        with self.setting.backend.scope(entry.device_or_raise()):
+        with _accumulators(entry), self.setting.backend.scope(entry.device_or_raise()):
             try:
                 graph, guard = self._recorded(entry, call, undo)
             except CaptureError:
@@ -302,16 +353,44 @@ class Life:
                 self._scalars_are_read = True
                 entry.expect(call.tensors, entry.staged)
                 graph, guard = self._recorded(entry, call, undo)
-        entry.settle(graph, guard)
+        if graph.instance is None:
+            entry.settle(graph, guard)
+        else:
+            entry.settle(Instances(graph, self._more(entry)), guard)
         self.ready.append(entry)
         self.counts["recordings"] += 1
-        nodes, seconds = graph.recording.nodes, graph.seconds
+        nodes, seconds = graph.nodes, graph.seconds
         log.info("%s: recorded %s: %d nodes in %.3f s", self.setting.name, entry.label, nodes, seconds)
 
     def _recorded(self, entry: Entry, call: Call, undo: UndoLog | None) -> tuple[Graph, Guard]:
         specs = [TensorSpec(*spec) for spec in self.tables[entry.tree.spec].specs(call.tensors)]
-        order = Order(call, specs, entry.device_or_raise(), entry.staged)
+        order = Order(call, specs, entry.device_or_raise(), entry.staged, entry.patterns)
         return record(self.setting, order, self.executed, self._known_generators(), undo)
+
+    def _more(self, entry: Entry) -> Callable[[tuple[Tensor, ...], tuple[Any, ...]], Any]:
+        life, mine = weakref.ref(self), weakref.ref(entry)
+
+        def more(tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Any:
+            alive, kept = life(), mine()
+            assert alive is not None, "a call is made through its wrapper"
+            assert kept is not None, "a call is made through its entry"
+            return alive.another(kept, Call(kept.tree, values, tensors))
+
+        return more
+
+    def another(self, entry: Entry, call: Call) -> Any:
+        """A forward while the backwards of all earlier ones are still to come: one more instance, up to a limit."""
+        with self.setting.pool.lock:
+            instances = entry.graph
+            if isinstance(instances, Instances) and len(instances.graphs) < MOST:
+                with _accumulators(entry), self.setting.backend.scope(entry.device_or_raise()):
+                    graph, _ = self._recorded(entry, call, None)
+                instances.graphs.append(graph)
+                self.counts["recordings"] += 1
+                result = graph(call.tensors, call.values, staged=graph.recording.ran)
+                self.counts["captures"] += 1
+                return result
+        return self._eagerly("instances", call)
 
     def rehearse(self, entry: Entry, call: Call) -> None:
         """Record ahead of time: warm-ups and the capture leave no trace."""
@@ -332,6 +411,8 @@ class Life:
                 self._make_graph(entry, call, log)
         except NeedsGradError:
             entry.refusal = _GRAD
+        except TangledError:
+            entry.refusal = _TANGLED
         except CaptureError as error:
             entry.refusal = Refusal("uncapturable", error)
         if entry.graph is not None:
@@ -411,6 +492,17 @@ class Life:
                 f"values of {name}",
                 f"has seen {_MANY_VALUES} values of `{name}`; each is baked into a graph of its own: pass it as a tensor",
             )
+
+
+@contextmanager
+def _accumulators(entry: Entry) -> Iterator[None]:
+    """Hold the nodes that accumulate into `.grad`: born in a capture, they would belong to its stream for good."""
+    leaves = (
+        [t for t in entry.guard.tensors if t.is_leaf and t.requires_grad] if entry.guard is not None else []
+    )
+    edges = [get_gradient_edge(t) for t in leaves] if entry.patterns is not None else []
+    yield
+    edges.clear()
 
 
 def _label(call: Call) -> str:

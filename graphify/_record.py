@@ -3,135 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from ._autograd import Instance, saving, wanted
 from ._code import Executed, line_of
+from ._graph import Argument, Graph, Order, Setting, deliver_one, delivering, plan_launch
 from ._guards import Guard, find_place
 from ._inputs import StaticInputs
 from ._layout import family_key, is_dense
-from ._places import MISSING, Change, Place, Survey
-from ._pool import GraphPool
-from ._results import ResultPlan, lending
-from ._signature import TensorSpec
+from ._places import MISSING, Change, Survey
+from ._results import ResultPlan
 from ._tree import Tree, tensors_of, tree_of
 from ._trial import HostRandomness
 from ._undo import UndoLog
-from ._watch import Watch, watching
-from .backends.base import STALE, Backend, Recording
-from .errors import CaptureError, StaleOutputError
+from ._watch import Watch, version_of, watching
+from .backends.base import Recording
+from .errors import CaptureError
 
-__all__ = ["Call", "Graph", "NeedsGradError", "Order", "Setting", "needs_grad", "record"]
+__all__ = ["NeedsGradError", "has_gradients", "record"]
 
 _ONCE = "Python runs when a graph is recorded; a replay repeats device work only"
 
 
 class NeedsGradError(Exception):
-    """The results of a run need gradients, which a forward recording alone cannot give."""
+    """The results of a run need gradients, which its warm-ups did not."""
 
 
-class Call:
-    """One call, taken apart before it runs: a value per parameter, the tensors in them, the other leaves."""
-
-    def __init__(self, tree: Tree, values: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
-        self.tree, self.values, self.tensors = tree, values, tensors
-        self.consts = tree.consts(values)
-
-    def opaque(self) -> list[tuple[str, Any]]:
-        """The arguments that are compared by identity, with their paths."""
-        return [(self.tree.const_paths[i], self.consts[i]) for i in self.tree.opaque]
-
-
-class Order(NamedTuple):
-    """What to record: a call, the specs of its tensors, where, and which host scalars become tensors."""
-
-    call: Call
-    specs: Sequence[TensorSpec]
-    device: torch.device
-    staged: frozenset[int] = frozenset()
-
-
-@dataclass
-class Setting:
-    """What all recordings of one wrapper share."""
-
-    name: str
-    target: Callable[..., Any]
-    spread: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
-    backend: Backend
-    pool: GraphPool
-    static_outputs: bool
-
-    def run(self, values: tuple[Any, ...]) -> Any:
-        """Call the target with one value per parameter."""
-        return self.spread(self.target, values)
-
-    def roots(self, call: Call) -> list[tuple[str, Any]]:
-        """Where a survey of what the target can read begins."""
-        return [(self.name, self.target), *call.opaque()]
-
-
-class Graph:
-    """A recording with everything planned; calling it replays it for a new set of tensors."""
-
-    def __init__(self, setting: Setting, recording: Recording, memory: Any) -> None:
-        self.recording, self.memory, self.pool = recording, memory, setting.pool
-        self.order = setting.backend.order
-        self.stage: Callable[[Sequence[Tensor]], None]
-        self.fill: Callable[[Sequence[Tensor]], None] | None = None
-        self.launch: Callable[[], Sequence[Tensor]]
-        self.mutated: list[tuple[int, Tensor]] = []
-        self.deliver: Deliver
-        self.inputs: StaticInputs  # owned here: a graph holds addresses only
-        self.copied: Sequence[Tensor] = ()
-        self.conflicts: frozenset[int] = frozenset()
-        self.kept: list[Tensor] = []
-        self.unguarded: tuple[str, ...] = ()
-        self.replays = 0
-        self.seconds = 0.0
-
-    def __call__(self, tensors: tuple[Tensor, ...], values: tuple[Any, ...], staged: bool = False) -> Any:
-        """Replay for these tensors, unless they are staged already, and make the results."""
-        pool = self.pool
-        with pool.lock:
-            self.order(self.memory)
-            if not staged:
-                self._stage(tensors)
-            if pool.retired:
-                pool.retire()
-            fresh = self.launch()
-            for index, static in self.mutated:
-                tensors[index].copy_(static)
-            self.replays += 1
-            return self.deliver(tensors, fresh, values)
-
-    def _stage(self, tensors: tuple[Tensor, ...]) -> None:
-        try:
-            self.stage(tensors)
-            if self.fill is not None:
-                self.fill(tensors)
-        except RuntimeError as error:
-            stale = stale_input(error)
-            if stale is None:
-                raise
-            raise stale from None  # whose text holds the storage's own
-
-
-def stale_input(error: RuntimeError) -> StaleOutputError | None:
-    """The error for an argument that is a static output closed by a later replay."""
-    if STALE not in str(error) or isinstance(error, StaleOutputError):
-        return None
-    return StaleOutputError(f"an argument is a static output that {STALE}")
-
-
-def needs_grad(result: Any, watch: Watch) -> bool:
-    """Whether a run is training: a result needs grad, or a backward ran inside."""
-    graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of(result))
-    return watch.backward or graded
+def has_gradients(result: Any) -> bool:
+    """Whether gradients are recorded and a result of a run needs them."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of(result))
 
 
 def record(
@@ -147,7 +52,8 @@ def record(
 
     Raises:
         CaptureError: the run cannot be a graph; Python state and random streams are as before.
-        NeedsGradError: the results need gradients.
+        NeedsGradError: the results need gradients, and the order knows nothing of a backward.
+        TangledError: the results are views that gradients cannot be handed out through.
     """
     return _Recorder(setting, order, known, undo).graph(generators)
 
@@ -156,7 +62,7 @@ class _Recorder:
     """The state of one recording while it is made."""
 
     def __init__(self, setting: Setting, order: Order, known: Executed, undo: UndoLog | None) -> None:
-        call, specs, device, staged = order
+        call, specs, device, staged, self.patterns = order
         self.setting, self.call, self.device, self.known = setting, call, device, known
         self.before = Survey(setting.roots(call), known)
         self.host = HostRandomness(device)
@@ -172,6 +78,10 @@ class _Recorder:
         self.after: Survey | None = None
         self.compared = False
         self.hidden: list[Change] = []
+        self.results: Tree | None = None
+        self.instance: Instance | None = None
+        self.saved: list[Tensor] = []
+        self.start = torch._C._autograd._get_sequence_nr()
 
     def graph(self, generators: Sequence[torch.Generator]) -> tuple[Graph, Guard]:
         """Capture, check, plan; undo what Python did when that fails."""
@@ -180,7 +90,9 @@ class _Recorder:
         streams = backend.rng_state(generators) if backend.runs_live else None
         recording: Recording | None = None
         try:
-            memory = pool.memory(backend, self.device)
+            # What waits for a backward must not lie where an earlier graph has its temporaries.
+            alone = self.patterns is not None
+            memory = backend.pool(self.device) if alone else pool.memory(backend, self.device)
             recording, (result, hidden) = self._capture(memory, generators)
             graph = Graph(self.setting, recording, memory)
             guard = self._plan(graph, result, hidden)
@@ -220,11 +132,16 @@ class _Recorder:
 
     def _run(self) -> tuple[Any, list[Any]]:
         """What is recorded: the result, and what the run left in fields that it only writes."""
-        with watching(self.watch, self.setting.backend.listen):
+        self.saved = []
+        keeping = nullcontext() if self.patterns is None else saving(self.saved)
+        with keeping, watching(self.watch, self.setting.backend.listen):
             result = self.setting.run(self.arguments)
         if not self.compared:
             self._compare()
-        return result, [change.place.read() for change in self.hidden]
+        hidden = [change.place.read() for change in self.hidden]
+        if self.instance is not None:
+            self.instance.renew(tensors_of((result, *hidden)), self.saved, self.watch.outside)
+        return result, hidden
 
     def _compare(self) -> None:
         """Find what only Python did, and refuse what a replay could not repeat."""
@@ -238,7 +155,7 @@ class _Recorder:
 
     def _plan(self, graph: Graph, result: Any, hidden: list[Any]) -> Guard:
         assert self.after is not None
-        if needs_grad((result, hidden), self.watch):
+        if self.watch.backward or (has_gradients((result, hidden)) and self.patterns is None):
             raise NeedsGradError
         written = {change.place.id for change in self.hidden}
         self.before.adopt(self.after, written)
@@ -292,6 +209,8 @@ class _Recorder:
 
     def _plan_outside(self, graph: Graph) -> None:
         """Keep alive what the graph reads, and note what no guard can watch."""
+        outside = self.watch.outside.items()
+        graph.bumped = [t for key, t in outside if self.watch.versions[key] != version_of(t)]
         placed = {family_key(t) for _, t in self.before.tensors()}
         found: list[str] = []
         for tensor in self.watch.outside.values():
@@ -345,22 +264,29 @@ class _Recorder:
         assert found is not None
         outside = [t for _, t in self.before.tensors()]
         plan = ResultPlan(found[0], self.inputs.tensors, outside)
-        self._plan_launch(graph, plan)
+        if plan.primaries:
+            self._plan_backward(graph, plan, outside)
+        lent = self.setting.static_outputs and not plan.primaries
+        plan_launch(graph, self.setting, self.inputs, plan, lent=lent)
         consts = self._result_consts(tree, tree.consts(roots), after)
         places = [change.place for change in self.hidden]
         if tree.tensor_paths == ("output",) and not consts and not places and plan.in_order():
-            graph.deliver = _deliver_one
+            graph.deliver = deliver_one
         else:
-            graph.deliver = _delivering(plan.maker(), tree, consts, self.call.tree, places)
+            make = plan.maker(None if self.instance is None else self.instance.attach)
+            graph.deliver = delivering(make, tree, consts, self.call.tree, places)
 
-    def _plan_launch(self, graph: Graph, plan: ResultPlan) -> None:
-        setting, lent = self.setting, self.setting.static_outputs
-        copied = [] if lent else plan.copied
-        stage, launch = setting.backend.replayer(graph.recording, self.inputs.copies, copied)
-        if lent and plan.copied:
-            launch = lending(launch, plan.copied, setting.backend, setting.pool.retired)
-        graph.inputs, graph.copied = self.inputs, plan.copied
-        graph.stage, graph.launch, graph.fill = stage, plan.moded(launch), self.inputs.filler()
+    def _plan_backward(self, graph: Graph, plan: ResultPlan, outside: list[Tensor]) -> None:
+        """Everything that needs grad and is older than the run is an input of its backward."""
+        assert self.patterns is not None
+        watch, statics = self.watch, self.inputs.tensors
+        older = [*outside, *watch.history.values()]
+        wants = wanted([p.tensor for p in plan.primaries], statics, older, watch.born, self.start)
+        self.instance = Instance(self.setting, graph.memory, self.device, self.patterns)
+        self.instance.stream = graph.recording.stream
+        self.instance.plan(plan, wants, statics)
+        self.instance.renew(plan.results, self.saved, watch.outside)
+        graph.instance, graph.kept = self.instance, _once([*graph.kept, *wants.outside])
 
     def _result_consts(self, tree: Tree, consts: tuple[object, ...], survey: Survey) -> list[object]:
         """Constants of the result; those that are the caller's own objects become positions."""
@@ -369,7 +295,7 @@ class _Recorder:
         made: list[object] = list(consts)
         for i in tree.opaque:
             if id(consts[i]) in positions:
-                made[i] = _Argument(positions[id(consts[i])])
+                made[i] = Argument(positions[id(consts[i])])
             elif not survey.holds(consts[i]):
                 raise CaptureError(
                     f"`{tree.const_paths[i]}` is a new {type(consts[i]).__name__} at each call",
@@ -377,46 +303,6 @@ class _Recorder:
                     fix="return tensors, tuples, dicts, NamedTuples or dataclasses",
                 )
         return made
-
-
-class _Argument(NamedTuple):
-    """A result that is one of the caller's own opaque arguments."""
-
-    position: int
-
-
-Deliver = Callable[[Sequence[Tensor], Sequence[Tensor], tuple[Any, ...]], Any]
-
-
-def _deliver_one(tensors: Sequence[Tensor], fresh: Sequence[Tensor], values: tuple[Any, ...]) -> Any:
-    """The commonest result: one tensor of its own."""
-    return fresh[0]
-
-
-def _delivering(
-    make: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]],
-    tree: Tree,
-    consts: list[object],
-    arguments: Tree,
-    hidden: list[Place],
-) -> Deliver:
-    """How the tensors of a call and the fresh copies become its result and its hidden outputs."""
-    rebuild = tree.rebuild
-    borrowed = [(i, c.position) for i, c in enumerate(consts) if isinstance(c, _Argument)]
-
-    def deliver(tensors: Sequence[Tensor], fresh: Sequence[Tensor], values: tuple[Any, ...]) -> Any:
-        leaves = consts
-        if borrowed:
-            theirs = arguments.consts(values)
-            leaves = list(consts)
-            for i, position in borrowed:
-                leaves[i] = theirs[position]
-        result, *written = rebuild(make(tensors, fresh), leaves)
-        for place, value in zip(hidden, written, strict=True):
-            place.write(value)
-        return result
-
-    return deliver
 
 
 def _tokens(tree: Tree, values: tuple[Any, ...]) -> tuple[Hashable, ...]:
@@ -427,3 +313,7 @@ def _tokens(tree: Tree, values: tuple[Any, ...]) -> tuple[Hashable, ...]:
 
 def _metadata(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, family_key(tensor)
+
+
+def _once(tensors: list[Tensor]) -> list[Tensor]:
+    return list({id(t): t for t in tensors}.values())

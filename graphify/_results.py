@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +11,12 @@ from torch import Tensor
 from ._layout import family_key, first_byte, is_dense, span, view_of
 from .backends.base import Backend, Loan
 
-__all__ = ["ResultPlan", "lending"]
+__all__ = ["Attach", "Primary", "ResultPlan", "TangledError", "lending"]
 
 Sources = Sequence[Tensor]
-Maker = Callable[[Sources, Sequence[Tensor]], Tensor]
+Maker = Callable[[Sources, Sequence[Tensor], Sequence[Tensor]], Tensor]
+Attach = Callable[[Sources, Sequence[Tensor]], Sequence[Tensor]]
+"""Ties copies to the backward of their recording, for the tensors of a call."""
 
 
 def lending(
@@ -47,20 +49,56 @@ def lending(
     return launch_and_lend
 
 
+class TangledError(Exception):
+    """The results are views of one another in a way that gradients cannot be handed out through."""
+
+
+class Primary(NamedTuple):
+    """A result that gradients come back to: a tensor of its own, or the one whose views the results are."""
+
+    tensor: Tensor
+    leaf: int
+    """The result that it is, or is the base of."""
+    is_base: bool
+    position: int
+    """Of its copy."""
+    byte: int
+    """Where it begins in the memory of its copy."""
+
+    def of(self, results: Sources) -> Tensor:
+        """The same among the results of another run."""
+        base = results[self.leaf]._base if self.is_base else results[self.leaf]
+        assert base is not None
+        return base
+
+
+class _Whole(NamedTuple):
+    """A copy that serves all results on one storage: its number, its first byte, its primary's number."""
+
+    position: int
+    low: int
+    primary: int | None
+
+
 class ResultPlan:
     """Where each result tensor comes from at a call.
 
     - the caller's argument, or the same view of it, when the run returned its static input;
     - an outside tensor itself, or the same view of it;
-    - else memory of the recording: one copy per storage, viewed with eager's strides.
+    - else memory of the recording: one copy per storage, viewed with eager's strides. Where gradients are
+      recorded, copies that need them pass through `attach`, which ties them to their backward.
+
+    Raises:
+        TangledError: results with gradients are views that autograd cannot repeat over a copy.
     """
 
     def __init__(self, results: Sources, statics: Sources, outside: Sequence[Tensor]) -> None:
         self.results = results
+        self.copied: list[Tensor] = []
+        self.primaries: list[Primary] = []
         self._statics = _by_storage(statics)
         self._outside = _by_storage(outside)
-        self.copied: list[Tensor] = []
-        self._wholes: dict[int, tuple[int, int]] = {}
+        self._wholes: dict[int, _Whole] = {}
         self._makers = [self._maker(result) for result in results]
 
     def in_order(self) -> bool:
@@ -71,19 +109,21 @@ class ResultPlan:
             and all(type(maker) is _Copied and maker.position == i for i, maker in enumerate(self._makers))
         )
 
-    def maker(self) -> Callable[[Sources, Sequence[Tensor]], Sequence[Tensor]]:
+    def maker(self, attach: Attach | None) -> Callable[[Sources, Sequence[Tensor]], Sequence[Tensor]]:
         """What makes the results of a call from its tensors and the fresh copies."""
-        makers = self._makers
+        makers, primaries, copied = self._makers, self.primaries, self.copied
         first = [next(j for j, r in enumerate(self.results) if r is result) for result in self.results]
-        grads = [
-            r.requires_grad and isinstance(m, _Copied) for r, m in zip(self.results, makers, strict=True)
+        leaves = [
+            r.requires_grad and r.grad_fn is None and isinstance(m, _Copied)
+            for r, m in zip(self.results, makers, strict=True)
         ]
 
         def make(sources: Sources, fresh: Sequence[Tensor]) -> Sequence[Tensor]:
+            tied = attach(sources, [_part(p, copied, fresh) for p in primaries]) if attach is not None else ()
             made: list[Tensor] = []
             for i, maker in enumerate(makers):
-                made.append(made[first[i]] if first[i] < i else maker(sources, fresh))
-                if grads[i]:
+                made.append(made[first[i]] if first[i] < i else maker(sources, fresh, tied))
+                if leaves[i]:
                     made[i].requires_grad_()
             return made
 
@@ -113,42 +153,95 @@ class ResultPlan:
     def _from_argument(self, result: Tensor, held: list[tuple[int, Tensor]]) -> Maker:
         for i, static in held:
             if result is static:
-                return lambda sources, fresh: sources[i]
-        i, static = held[0]
+                return lambda sources, fresh, tied: sources[i]
+        i, static = _base_among(result, held)
         shift = first_byte(result) - first_byte(static)
-        size, stride = result.shape, result.stride()
-        return lambda sources, fresh: view_of(
-            sources[i].detach(), result, first_byte(sources[i]) + shift, size, stride
-        )
+        return lambda sources, fresh, tied: _view(sources[i], result, first_byte(sources[i]) + shift)
 
     def _from_outside(self, result: Tensor, held: list[tuple[int, Tensor]]) -> Maker:
         for _, tensor in held:
             if result is tensor:
-                return lambda sources, fresh: result
-        base, byte, size, stride = held[0][1], first_byte(result), result.shape, result.stride()
-        return lambda sources, fresh: view_of(base.detach(), result, byte, size, stride)
+                return lambda sources, fresh, tied: result
+        base, byte = _base_among(result, held)[1], first_byte(result)
+        return lambda sources, fresh, tied: _view(base, result, byte)
 
     def _from_copy(self, result: Tensor, key: int) -> Maker:
         if key not in self._wholes:
             self._wholes[key] = self._add_whole([r for r in self.results if family_key(r) == key])
-        position, low = self._wholes[key]
+        position, low, primary = self._wholes[key]
+        byte = first_byte(result) - low
+        if primary is not None and result.grad_fn is not None:
+            if result is self.primaries[primary].tensor:
+                return lambda sources, fresh, tied: tied[primary]
+            return lambda sources, fresh, tied: _view(tied[primary], result, byte)
         if self.copied[position] is result:
             mixed = len({r.is_inference() for r in self.results}) > 1
             return _Recast(position, result.is_inference()) if mixed else _Copied(position)
-        byte, size, stride = first_byte(result) - low, result.shape, result.stride()
-        return lambda sources, fresh: view_of(fresh[position], result, byte, size, stride)
+        return lambda sources, fresh, tied: _view(fresh[position], result, byte)
 
-    def _add_whole(self, family: list[Tensor]) -> tuple[int, int]:
-        """Choose what to copy for results that share one storage: the tensor itself, or its byte range."""
-        result = family[0]
-        alone = all(r is result for r in family)
-        if alone and is_dense(result) and not (result.is_conj() or result.is_neg()):
-            self.copied.append(result)
-            return len(self.copied) - 1, 0
-        low, high = span(family)
-        flat = torch.empty(0, dtype=torch.uint8, device=result.device)
-        self.copied.append(flat.set_(result.untyped_storage(), low, (high - low,), (1,)))
-        return len(self.copied) - 1, low
+    def _add_whole(self, family: list[Tensor]) -> _Whole:
+        """Choose what to copy for results that share one storage: a tensor as it is, or a byte range."""
+        primary = _primary(family)
+        members = family if primary is None else [*family, primary]
+        chosen = family[0] if primary is None else primary
+        low, high = span(members)
+        number = None if primary is None else len(self.primaries)
+        plain = is_dense(chosen) and not (chosen.is_conj() or chosen.is_neg())
+        if (
+            plain
+            and span([chosen]) == (low, high)
+            and (number is not None or all(r is chosen for r in family))
+        ):
+            self.copied.append(chosen)
+        else:
+            flat = torch.empty(0, dtype=torch.uint8, device=chosen.device)
+            self.copied.append(flat.set_(chosen.untyped_storage(), low, (high - low,), (1,)))
+        position = len(self.copied) - 1
+        if primary is not None:
+            leaf = next(i for i, r in enumerate(self.results) if r is primary or r._base is primary)
+            is_base = self.results[leaf] is not primary
+            self.primaries.append(Primary(primary, leaf, is_base, position, first_byte(primary) - low))
+        return _Whole(position, low, number)
+
+
+def _primary(family: list[Tensor]) -> Tensor | None:
+    """The tensor with gradients that all results with gradients on one storage are, or are views of."""
+    graded = [r for r in family if r.grad_fn is not None]
+    if not graded:
+        return None
+    if all(r is graded[0] for r in graded):
+        return graded[0]
+    bases = {id(base): base for base in (r._base if r._base is not None else r for r in graded)}
+    base = next(iter(bases.values()))
+    if len(bases) > 1 or base.grad_fn is None or any(r.dtype != base.dtype for r in graded):
+        raise TangledError
+    return base
+
+
+def _base_among(result: Tensor, held: list[tuple[int, Tensor]]) -> tuple[int, Tensor]:
+    """The one of these tensors that a result is a view of, for autograd too."""
+    if not result.requires_grad:
+        return held[0]
+    for i, tensor in held:
+        base = result._base
+        if base is not None and (base is tensor or base is tensor._base) and result.dtype == tensor.dtype:
+            return i, tensor
+    raise TangledError
+
+
+def _view(base: Tensor, result: Tensor, byte: int) -> Tensor:
+    """The same view as a result, of another base; with gradients where the result has them."""
+    if base.requires_grad and not result.requires_grad:
+        base = base.detach()
+    return view_of(base, result, byte, result.shape, result.stride())
+
+
+def _part(primary: Primary, copied: Sources, fresh: Sequence[Tensor]) -> Tensor:
+    """A call's own copy of a primary, which is nobody's view."""
+    whole = fresh[primary.position]
+    if copied[primary.position] is primary.tensor:
+        return whole
+    return _view(whole, primary.tensor, primary.byte).detach()
 
 
 class _Copied:
@@ -157,7 +250,7 @@ class _Copied:
     def __init__(self, position: int) -> None:
         self.position = position
 
-    def __call__(self, sources: Sources, fresh: Sequence[Tensor]) -> Tensor:
+    def __call__(self, sources: Sources, fresh: Sequence[Tensor], tied: Sequence[Tensor]) -> Tensor:
         return fresh[self.position]
 
 
@@ -168,7 +261,7 @@ class _Recast(_Copied):
         super().__init__(position)
         self.inference = inference
 
-    def __call__(self, sources: Sources, fresh: Sequence[Tensor]) -> Tensor:
+    def __call__(self, sources: Sources, fresh: Sequence[Tensor], tied: Sequence[Tensor]) -> Tensor:
         made = fresh[self.position]
         if made.is_inference() == self.inference:
             return made

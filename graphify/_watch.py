@@ -17,7 +17,7 @@ from ._layout import family_key
 from ._undo import UndoLog, writes_of
 from .errors import CaptureError
 
-__all__ = ["Watch", "watching"]
+__all__ = ["Watch", "version_of", "watching"]
 
 aten = torch.ops.aten
 _RESTRIDING = {
@@ -33,6 +33,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     An infra mode: a plain one would switch `torch.compile` off inside the run, for good. Compiled regions
     stay unseen, which the guards make up for by taking every parameter and buffer as read.
 
+    `history` holds tensors on memory from outside that have a grad_fn: older ones, and views that the run made.
     `given` holds the memory of the run's own arguments. A strict watch raises before an operator that a
     graph cannot hold, so that a capture is never broken by it; otherwise offences are only noted.
     """
@@ -57,8 +58,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.restrided: set[int] = set()
         self.born: set[int] = set()
         self.generators: dict[int, torch.Generator] = {}
+        self.versions: dict[int, int | None] = {}
+        self.history: dict[int, Tensor] = {}
         self.backward = False
         self.device_work = False
+        self._task = torch._C._current_graph_task_id()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -120,7 +124,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _note_inputs(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() not in (-1, self._task):
             self.backward = True
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):
@@ -131,7 +135,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.born.add(key)
                 self._check_lifted(tensor)
             elif key not in self.born and key not in self.given:
-                self.outside.setdefault(key, tensor)
+                if key not in self.outside:
+                    self.outside[key], self.versions[key] = tensor, version_of(tensor)
+                if tensor.requires_grad and not tensor.is_leaf:
+                    self.history.setdefault(id(tensor), tensor)
         if func in _RESTRIDING:
             self.restrided.add(family_key(inputs[0]))
         for tensor in writes_of(func, args, kwargs):
@@ -146,6 +153,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = family_key(tensor)
             if key not in self.outside and key not in self.given:
                 self.born.add(key)
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was written, as autograd counts; nobody counts for an inference tensor."""
+    return None if tensor.is_inference() else tensor._version
 
 
 @contextmanager

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ._binding import binder_of
 from ._entry import Entry, Table
+from ._graph import Call, Setting
 from ._life import Life
 from ._options import Options, disabled, switched_off
 from ._pool import GraphPool
-from ._record import Call, Setting
 from ._signature import ambient_reader, inactive, matcher_of, overlap, same_ambient
 from ._tree import tree_of
 from .backends import backend_for
@@ -158,8 +158,8 @@ class Runner:
             GraphRecord(
                 signature=label,
                 replays=graph.replays,
-                nodes=graph.recording.nodes,
-                bytes=graph.recording.bytes,
+                nodes=graph.nodes,
+                bytes=graph.bytes,
                 seconds=graph.seconds,
                 unguarded=graph.unguarded,
             )

@@ -546,16 +546,15 @@ def test_b67_grad_mode_is_part_of_the_signature(backend, device):
 
 
 def test_b67_grad_mode_with_parameters(backend, device):
-    """A module called for training in between runs eagerly then, with the reason, and its gradients are eager's."""
+    """A module called for training in between has graphs of its own then, and its gradients are eager's."""
     pair = Pair(Net, backend, device)
     pair.check(2, 3)
-    with pytest.warns(GraphifyWarning, match="need gradients"):
-        for x in [t.to(device) for t in rows(2, 3)]:
-            for m in (pair.plain, pair.graphed):
-                m(x).sum().backward()
-            equal([p.grad for p in pair.plain.parameters()], [p.grad for p in pair.graphed.parameters()])
+    for x in [t.to(device) for t in rows(2, 3)]:
+        for m in (pair.plain, pair.graphed):
+            m(x).sum().backward()
+        equal([p.grad for p in pair.plain.parameters()], [p.grad for p in pair.graphed.parameters()])
     pair.check(2, 3)
-    assert pair.graphed.stats().reasons == {"grad": 4}
+    assert pair.graphed.stats().reasons == {}
 
 
 def test_b68_inference_mode_then_outside_and_back(backend, device):
@@ -713,39 +712,11 @@ def test_b73_parameters_made_anew_before_each_call(backend, device):
             pair.check(2, 3, count=1)
 
 
-# -- training runs eagerly in this release
-
-
-def test_b38_accumulated_gradients_are_those_of_eager(backend, device):
-    """Two backwards before a step add up, by eager calls with the reason "grad"."""
-    plain, graphed = Net().to(device), None
-    graphed = graphify(copy.deepcopy(plain), backend=backend)
-    with pytest.warns(GraphifyWarning, match="need gradients") as seen:
-        for x in [t.to(device) for t in rows(2, 3)]:
-            for m in (plain, graphed):
-                m(x).sum().backward()
-            equal([p.grad for p in plain.parameters()], [p.grad for p in graphed.parameters()])
-    assert len(seen) == 1
-    assert graphed.stats().reasons == {"grad": 4}
-
-
-def test_b46_several_forwards_before_the_backwards(backend, device):
-    """Forwards that wait for their backward keep their own activations."""
-    w = torch.randn(3, device=device, requires_grad=True)
-    v = w.detach().clone().requires_grad_()
-    graphed = graphify(lambda x: (x * v).exp().sum(), backend=backend, fallback="eager")
-    with pytest.warns(GraphifyWarning, match="need gradients"):
-        for _ in range(4):
-            xs = [t.to(device) for t in rows(3, count=3)]
-            for loss in [(x * w).exp().sum() for x in xs]:
-                loss.backward()
-            for loss in [graphed(x) for x in xs]:
-                loss.backward()
-            equal(w.grad, v.grad)
+# -- whole training steps
 
 
 def test_b63_whole_training_step(backend, device):
-    """A step with backward and optimizer inside runs eagerly, with equal weights after each."""
+    """A step with backward and optimizer inside leaves eager's weights after each call."""
     nets = [nn.Linear(3, 1).to(device)]
     nets.append(copy.deepcopy(nets[0]))
     opts = [torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in nets]
@@ -761,9 +732,8 @@ def test_b63_whole_training_step(backend, device):
         return step
 
     plain, graphed = step_of(nets[0], opts[0]), graphify(step_of(nets[1], opts[1]), backend=backend)
-    with pytest.warns(GraphifyWarning, match="need gradients"):
-        for i, x in enumerate([t.to(device) for t in rows(4, 3, count=6)]):
-            for opt in opts:
-                opt.param_groups[0]["lr"] = 0.1 / (i + 1)
-            equal(plain(x), graphed(x))
-            equal(nets[0].state_dict(), nets[1].state_dict())
+    for i, x in enumerate([t.to(device) for t in rows(4, 3, count=6)]):
+        for opt in opts:
+            opt.param_groups[0]["lr"] = 0.1 / (i + 1)
+        equal(plain(x), graphed(x))
+        equal(nets[0].state_dict(), nets[1].state_dict())

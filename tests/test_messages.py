@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphify import CaptureError, GraphifyError, GraphifyWarning, InputError, graphify
 
@@ -225,18 +225,6 @@ def test_each_wrapper_and_each_reason_warns_for_itself():
         assert len(seen) == 2
         assert "nonzero" in str(seen[0].message)
         assert "`x` is a set" in str(seen[1].message)
-
-
-def test_gradients_are_named_once():
-    """Training calls run eagerly and say so once, with what to write."""
-    module = nn.Linear(3, 3)
-    graphed = graphify(module, backend="tape")
-    (only,) = warned(lambda: graphed(torch.ones(2, 3)))
-    assert str(only.message) == (
-        "`Linear` runs eagerly: its results need gradients, and training is not captured yet: call it under "
-        "torch.no_grad() or torch.inference_mode(), or detach the results"
-    )
-    assert only.filename == __file__
 
 
 def test_many_values_of_a_number():

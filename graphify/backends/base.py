@@ -52,6 +52,8 @@ class Recording(Protocol):
 
     nodes: int
     bytes: int
+    stream: Any
+    """Where it was captured, for `scope`."""
     ran: bool
     """Whether the recorded run itself did the work of the next replay, which then does nothing."""
 
@@ -76,10 +78,12 @@ class Backend(Protocol):
     def busy(self) -> bool:
         """Whether somebody else is capturing on this thread's stream."""
 
-    def scope(self, device: torch.device, *, aside: bool = True) -> AbstractContextManager[Any]:
+    def scope(
+        self, device: torch.device, *, aside: bool = True, stream: Any = None
+    ) -> AbstractContextManager[Any]:
         """Warm-ups and captures run inside: the capture stream, joined both ways, one thread at a time.
 
-        With `aside=False` the work stays on the caller's own stream.
+        With `aside=False` the work stays on the caller's own stream; with a recording's `stream` it goes there.
         """
 
     def pool(self, device: torch.device) -> Any:

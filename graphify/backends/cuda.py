@@ -81,7 +81,7 @@ class CudaRecording:
         self.graph: torch.cuda.CUDAGraph | None = graph
         self.nodes = nodes
         self.bytes = size
-        self.ran = False
+        self.ran, self.stream = False, torch.cuda.current_stream()
         self.replay: Callable[[], None] = graph.replay if nodes else _nothing
 
     def close(self) -> None:
@@ -166,19 +166,23 @@ class CudaBackend:
         return self._started and _is_capturing()
 
     @contextmanager
-    def scope(self, device: torch.device, *, aside: bool = True) -> Iterator[None]:
-        """This thread's capture stream, joined with the caller's both ways."""
+    def scope(
+        self, device: torch.device, *, aside: bool = True, stream: torch.cuda.Stream | None = None
+    ) -> Iterator[None]:
+        """This thread's capture stream, or the given one, joined with the caller's both ways."""
         with _capturing, torch.cuda.device(device):
             if not aside:
                 yield
                 return
-            caller, stream = torch.cuda.current_stream(), _stream_of(device)
-            stream.wait_stream(caller)
-            with torch.cuda.stream(stream):
+            # Even where another stream is given: the first call gets this thread ready to capture.
+            caller, own = torch.cuda.current_stream(), _stream_of(device)
+            side = stream or own
+            side.wait_stream(caller)
+            with torch.cuda.stream(side):
                 try:
                     yield
                 finally:
-                    caller.wait_stream(stream)
+                    caller.wait_stream(side)
 
     def pool(self, device: torch.device) -> CudaPool:
         """A new private memory pool."""

@@ -44,7 +44,7 @@ class EagerRecording:
     """
 
     def __init__(self, run: Callable[[], Any], result: Any) -> None:
-        self.ran = True
+        self.ran, self.stream = True, None
         self.nodes = 1
         self._results = tensors_of(result)
         self.bytes = sum(
@@ -109,7 +109,9 @@ class EagerBackend:
         """Whether this thread is recording right now."""
         return _here.recording
 
-    def scope(self, device: torch.device, *, aside: bool = True) -> AbstractContextManager[Any]:
+    def scope(
+        self, device: torch.device, *, aside: bool = True, stream: Any = None
+    ) -> AbstractContextManager[Any]:
         """One thread at a time; the work stays on the caller's stream."""
         return _turn
 

@@ -48,7 +48,7 @@ class TapeRecording:
 
     def __init__(self, recorder: Recorder) -> None:
         self.nodes = len(recorder.steps)
-        self.ran = False
+        self.ran, self.stream = False, None
         self.memory = {key: whole(t.untyped_storage(), t.dtype) for key, t in recorder.owned.items()}
         self.bytes = sum(flat.nbytes for flat in self.memory.values())
         # Aliases count as holders of a storage, so the tape must know exactly how many are its own.
@@ -139,7 +139,9 @@ class TapeBackend:
         """Whether this thread is recording right now."""
         return _here.recording
 
-    def scope(self, device: torch.device, *, aside: bool = True) -> AbstractContextManager[Any]:
+    def scope(
+        self, device: torch.device, *, aside: bool = True, stream: Any = None
+    ) -> AbstractContextManager[Any]:
         """One thread at a time; there are no streams to join."""
         return _turn
 

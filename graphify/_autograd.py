@@ -1,0 +1,378 @@
+"""Gradients of a recording: what lives from a forward to its backward, and the backward recordings."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from ._code import Executed
+from ._graph import Graph, Setting, plan_launch
+from ._inputs import StaticInputs
+from ._layout import family_key
+from ._places import Survey
+from ._results import Primary, ResultPlan, TangledError
+from ._signature import TensorSpec, overlap, specs_of
+from ._trial import HostRandomness
+from ._undo import UndoLog
+from ._watch import Watch, watching
+from .backends.base import Recording
+from .errors import CaptureError, GraphifyError
+
+__all__ = ["Instance", "Patterns", "Wanted", "saving", "wanted"]
+
+_TWICE = "Python runs when a backward is recorded; a replay repeats device work only"
+_FIX = "keep Python state out of backward hooks and of `backward` methods"
+
+
+class Wanted(NamedTuple):
+    """The tensors that a run's results have gradients for: positions of arguments, and tensors from outside."""
+
+    arguments: list[int]
+    outside: list[Tensor]
+
+
+def wanted(
+    results: Iterable[Tensor],
+    statics: Sequence[Tensor],
+    older: Iterable[Tensor],
+    born: Container[int],
+    start: int,
+) -> Wanted:
+    """Search the results' autograd graph for what is older than the run, which began at this sequence number.
+
+    `older` are tensors with a history that the run may have met, `born` the storages that it made.
+
+    Raises:
+        TangledError: the graph ends in the history of a tensor that nobody holds.
+    """
+    history = {(t.grad_fn, t.output_nr): t for t in older if t.grad_fn is not None}
+    places = {id(t): i for i, t in reversed(list(enumerate(statics)))}
+    found: dict[int, Tensor] = {}
+    seen: set[Any] = set()
+    edges: list[tuple[Any, int]] = [(t.grad_fn, t.output_nr) for t in results]
+    while edges:
+        edge = edges.pop()
+        node = edge[0]
+        if node is None or edge in seen:
+            continue
+        seen.add(edge)
+        leaf = node.variable if node.name() == "torch::autograd::AccumulateGrad" else history.get(edge)
+        if leaf is not None and (leaf.is_leaf or node._sequence_nr() < start):
+            found[id(leaf)] = leaf
+        elif node._sequence_nr() < start:
+            raise TangledError
+        elif node not in seen:
+            seen.add(node)
+            edges += node.next_functions
+    arguments = sorted(places[key] for key in found if key in places)
+    outside = [t for key, t in found.items() if key not in places and family_key(t) not in born]
+    return Wanted(arguments, outside)
+
+
+@contextmanager
+def saving(saved: list[Tensor]) -> Iterator[None]:
+    """Note every tensor that the body saves for its backward.
+
+    Replays write where these lie, so that torch's own check of their versions must not run: it does not for
+    tensors that went through hooks.
+    """
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.detach())  # the tensor itself could be a result: a reference cycle
+        return saved[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+class Patterns:
+    """What the instances of one signature share: which incoming gradients were met, and who judges a refusal."""
+
+    def __init__(
+        self,
+        generators: Callable[[], list[torch.Generator]],
+        refuse: Callable[[CaptureError], None],
+        recorded: Callable[[], None],
+    ) -> None:
+        self.generators, self.refuse, self.recorded = generators, refuse, recorded
+        self.executed = Executed()
+        self.met: set[Any] = set()
+        self.refused: set[Any] = set()
+
+
+class Instance:
+    """One forward recording from its replay to its backward: static inputs, activations, backward recordings.
+
+    It belongs to the autograd node of the call that replayed it last, until that node dies or lets go of what
+    it saved, as it does after a backward without `retain_graph`.
+    """
+
+    def __init__(self, setting: Setting, memory: Any, device: torch.device, patterns: Patterns) -> None:
+        self.setting, self.memory, self.device, self.patterns = setting, memory, device, patterns
+        self.stream: Any = None
+        self.primaries: list[Primary] = []
+        self.tensors: list[Tensor] = []
+        self.wanted = Wanted([], [])
+        self.statics: Sequence[Tensor] = ()
+        self.saved: list[Tensor] = []
+        self.checked: list[Tensor] = []
+        self._edges: list[Any] = []  # tensors and gradient edges
+        self.backwards: dict[Any, Graph] = {}
+        self._node: Callable[[], Any] = _nobody
+
+    def plan(self, plan: ResultPlan, wants: Wanted, statics: Sequence[Tensor]) -> None:
+        """Learn what the outputs of the forward are, and whose gradients its backward gives."""
+        self.primaries, self.wanted, self.statics = plan.primaries, wants, statics
+        self._edges = [statics[i] for i in wants.arguments]
+        self._edges += [t if t.grad_fn is None else get_gradient_edge(t) for t in wants.outside]
+
+    def renew(self, results: Sequence[Tensor], saved: list[Tensor], outside: Container[int]) -> None:
+        """Take the autograd graph of the run that made these results and saved these tensors."""
+        self.tensors = [p.of(results) for p in self.primaries]
+        self.saved = saved
+        self.checked = [t for t in saved if family_key(t) in outside]
+
+    def busy(self) -> bool:
+        """Whether a backward through the last replay may still come."""
+        node = self._node()
+        return node is not None and not _freed(node)
+
+    def attach(self, sources: Sequence[Tensor], parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Tie the outputs of a call to this instance's backward."""
+        inputs = [sources[i] for i in self.wanted.arguments]
+        apply: Callable[..., Sequence[Tensor]] = _Replayed.apply
+        return apply(self, parts, *inputs, *self.wanted.outside)
+
+    def hold(self, node: Any) -> list[int]:
+        """The instance is this node's from now on; the versions that its backward relies on."""
+        self._node = weakref.ref(node)
+        return [*map(_version, self.checked)]
+
+    def pull(self, node: Any, versions: list[int], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The gradients of `wanted` for these of the outputs."""
+        if _freed(node) and (self.saved or self._node() is not node):
+            node.saved_tensors  # noqa: B018  raises eager's own error
+        self._check_versions(versions)
+        given = tuple(g for g in grads if g is not None)
+        if not given:
+            return [None] * len(self._edges)
+        key = (tuple(g is None for g in grads), specs_of(len(given))(given), overlap(given))
+        with self.setting.pool.lock:
+            backward = self.backwards.get(key)
+            if backward is not None:
+                found: Sequence[Tensor | None] = backward(given, ())
+                return found
+            return self._first(key, grads, given)
+
+    def _check_versions(self, versions: list[int]) -> None:
+        for tensor, before in zip(self.checked, versions, strict=True):
+            if tensor._version != before:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+                    f"expected version {before} instead"
+                )
+
+    # -- a pattern of incoming gradients: first live, then recorded
+
+    def _first(
+        self, key: Any, grads: Sequence[Tensor | None], given: tuple[Tensor, ...]
+    ) -> Sequence[Tensor | None]:
+        patterns = self.patterns
+        if key in patterns.met and key not in patterns.refused:
+            try:
+                self.backwards[key] = self._recorded(grads, given, key[1])
+            except CaptureError as error:
+                patterns.refused.add(key)
+                patterns.refuse(error)
+            else:
+                patterns.recorded()
+                backward = self.backwards[key]
+                found: Sequence[Tensor | None] = backward(given, (), staged=backward.recording.ran)
+                return found
+        return self._live(key, grads, given)
+
+    def _live(
+        self, key: Any, grads: Sequence[Tensor | None], given: tuple[Tensor, ...]
+    ) -> Sequence[Tensor | None]:
+        """Run the backward for real, through the activations that the last replay left."""
+        backend, watch = self.setting.backend, Watch(self.device)
+        backend.order(self.memory)
+        with watching(watch, backend.listen):
+            found = self.run(grads, given)
+        backend.hand_over(g for g in found if g is not None)
+        if watch.offences and key not in self.patterns.refused:
+            self.patterns.refused.add(key)
+            self.patterns.refuse(watch.offences[0])
+        self.patterns.executed.merge(watch.executed)
+        self.patterns.met.add(key)
+        # What the recording owns must not leave it: the next replay writes there.
+        own = {family_key(t) for t in (*self.saved, *self.tensors, *self.statics)}
+        return [g.clone() if g is not None and family_key(g) in own else g for g in found]
+
+    def run(self, grads: Sequence[Tensor | None], given: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Run the backward of the last replay for the outputs that have a gradient."""
+        outputs = [t for t, g in zip(self.tensors, grads, strict=True) if g is not None]
+        with _unhooked(self.wanted.outside):
+            found: Sequence[Tensor | None] = torch.autograd.grad(
+                outputs, self._edges, given, retain_graph=True, allow_unused=True
+            )
+        return found
+
+    def _recorded(
+        self, grads: Sequence[Tensor | None], given: tuple[Tensor, ...], specs: Sequence[Any]
+    ) -> Graph:
+        mask = [None if g is None else True for g in grads]
+        with self.setting.backend.scope(self.device, stream=self.stream):
+            return _BackwardRecorder(self, mask, given, [TensorSpec(*spec) for spec in specs]).graph()
+
+
+class _BackwardRecorder:
+    """The state of one backward recording while it is made."""
+
+    def __init__(
+        self, instance: Instance, mask: Sequence[Any], given: tuple[Tensor, ...], specs: Sequence[TensorSpec]
+    ) -> None:
+        # Weak, because a backend that records the run itself keeps this recorder, and the instance keeps that.
+        self._instance, self.mask = weakref.ref(instance), mask
+        self.setting, self.patterns = instance.setting, instance.patterns
+        self.inputs = StaticInputs(given, specs, instance.device, frozenset())
+        self.before: Survey | None = self._survey()
+        self.host = HostRandomness(instance.device)
+        self.undo = UndoLog()
+        log = self.undo if self.setting.backend.runs_live else None
+        self.watch = Watch(instance.device, given=self.inputs.tensors, strict=True, undo=log)
+
+    @property
+    def instance(self) -> Instance:
+        """Whose backward it is."""
+        instance = self._instance()
+        assert instance is not None, "a backward runs through its instance"
+        return instance
+
+    def graph(self) -> Graph:
+        """Capture, check and plan; leave no trace when that fails."""
+        backend, memory = self.setting.backend, self.instance.memory
+        generators = self.patterns.generators()
+        streams = backend.rng_state(generators) if backend.runs_live else None
+        recording: Recording | None = None
+        try:
+            recording, found = backend.record(self._run, memory, generators)
+            return self._planned(Graph(self.setting, recording, memory), found)
+        except BaseException:
+            if recording is not None:
+                recording.close()
+            self._restore(streams)
+            raise
+        finally:
+            self.watch.undo = self.before = None
+
+    def _restore(self, streams: Any) -> None:
+        assert self.before is not None
+        self.undo.rollback()
+        self.before.restore()
+        self.host.restore()
+        if streams is not None:
+            self.setting.backend.set_rng_state(streams)
+
+    def _survey(self) -> Survey:
+        return Survey([(self.setting.name, self.setting.target)], self.patterns.executed)
+
+    def _run(self) -> Sequence[Tensor | None]:
+        if self.before is None:
+            return self.instance.run(self.mask, self.inputs.tensors)
+        with watching(self.watch, self.setting.backend.listen):
+            found = self.instance.run(self.mask, self.inputs.tensors)
+        self._compare(self.before)
+        if any(g is not None and g.layout is not torch.strided for g in found):
+            raise CaptureError(
+                f"the backward of `{self.setting.name}` makes a sparse gradient",
+                why="a replay writes into memory of a fixed size",
+                fix="`sparse=False`, or call that layer outside",
+            )
+        return found
+
+    def _compare(self, before: Survey) -> None:
+        drawn, changes = self.host.drawn(), before.changes(self._survey())
+        what = [f"draws from {drawn}"] if drawn else [f"changes `{c.place.name}`" for c in changes]
+        if what:
+            raise CaptureError(f"the backward of `{self.setting.name}` {what[0]}", why=_TWICE, fix=_FIX)
+
+    def _planned(self, graph: Graph, found: Sequence[Tensor | None]) -> Graph:
+        setting = self.setting
+        made = [g for g in found if g is not None]
+        plan = ResultPlan(made, self.inputs.tensors, [])
+        plan_launch(graph, setting, self.inputs, plan, lent=False)
+        graph.mutated = [
+            (i, t) for i, t in enumerate(self.inputs.tensors) if family_key(t) in self.watch.written
+        ]
+        graph.kept = list(self.watch.outside.values())
+        make, places = plan.maker(None), [i for i, g in enumerate(found) if g is not None]
+        count = len(found)
+
+        def deliver(tensors: Sequence[Tensor], fresh: Sequence[Tensor], values: tuple[Any, ...]) -> Any:
+            grads: list[Tensor | None] = [None] * count
+            for i, grad in zip(places, make(tensors, fresh), strict=True):
+                grads[i] = grad
+            return grads
+
+        graph.deliver = deliver
+        return graph
+
+
+class _Replayed(torch.autograd.Function):
+    """The backward of a replay."""
+
+    @staticmethod
+    def forward(ctx: Any, instance: Instance, parts: Sequence[Tensor], *inputs: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.instance, ctx.versions = instance, instance.hold(ctx)
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise GraphifyError(
+                f"`create_graph=True` through a replay of `{ctx.instance.setting.name}`: a recorded backward has no graph "
+                "of its own; make the call inside `with graphify.disabled():`"
+            )
+        return None, None, *ctx.instance.pull(ctx, ctx.versions, grads)
+
+
+@contextmanager
+def _unhooked(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Set aside hooks and `.grad`: the caller's backward runs the hooks, once, on what it is given."""
+    hooks = [(t._backward_hooks, list(t._backward_hooks.items())) for t in tensors if t._backward_hooks]
+    grads = [(t, t.grad) for t in tensors if t.retains_grad]
+    for held, _ in hooks:
+        held.clear()
+    try:
+        yield
+    finally:
+        for held, items in hooks:
+            held.update(items)
+        for tensor, grad in grads:
+            tensor.grad = grad
+
+
+def _freed(node: Any) -> bool:
+    """Whether a backward has let go of what the node saved."""
+    try:
+        node.saved_tensors  # noqa: B018
+    except RuntimeError:
+        return True
+    return False
+
+
+def _nobody() -> None:
+    """No node holds an instance that was never replayed."""
+
+
+def _version(tensor: Tensor) -> int:
+    return tensor._version

@@ -1,0 +1,210 @@
+"""A graph: a recording with everything planned, so that a call only has to be carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ._inputs import StaticInputs
+from ._places import Place
+from ._pool import GraphPool
+from ._results import ResultPlan, lending
+from ._signature import TensorSpec
+from ._tree import Tree
+from .backends.base import STALE, Backend, Recording
+from .errors import StaleOutputError
+
+__all__ = [
+    "Argument",
+    "Call",
+    "Graph",
+    "Order",
+    "Setting",
+    "deliver_one",
+    "delivering",
+    "plan_launch",
+    "stale_input",
+]
+
+
+class Call:
+    """One call, taken apart before it runs: a value per parameter, the tensors in them, the other leaves."""
+
+    def __init__(self, tree: Tree, values: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
+        self.tree, self.values, self.tensors = tree, values, tensors
+        self.consts = tree.consts(values)
+
+    def opaque(self) -> list[tuple[str, Any]]:
+        """The arguments that are compared by identity, with their paths."""
+        return [(self.tree.const_paths[i], self.consts[i]) for i in self.tree.opaque]
+
+
+class Order(NamedTuple):
+    """What to record: a call, the specs of its tensors, where, and which host scalars become tensors."""
+
+    call: Call
+    specs: Sequence[TensorSpec]
+    device: torch.device
+    staged: frozenset[int] = frozenset()
+    patterns: Any = None
+    """What backwards of this signature share, where the warm-up's results needed gradients."""
+
+
+@dataclass
+class Setting:
+    """What all recordings of one wrapper share."""
+
+    name: str
+    target: Callable[..., Any]
+    spread: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+    backend: Backend
+    pool: GraphPool
+    static_outputs: bool
+
+    def run(self, values: tuple[Any, ...]) -> Any:
+        """Call the target with one value per parameter."""
+        return self.spread(self.target, values)
+
+    def roots(self, call: Call) -> list[tuple[str, Any]]:
+        """Where a survey of what the target can read begins."""
+        return [(self.name, self.target), *call.opaque()]
+
+
+class Instance(Protocol):
+    """What lives from a forward to its backward."""
+
+    backwards: dict[Any, Graph]
+
+    def busy(self) -> bool:
+        """Whether the backward of the last replay may still come."""
+
+
+class Graph:
+    """A recording with everything planned; calling it replays it for a new set of tensors."""
+
+    def __init__(self, setting: Setting, recording: Recording, memory: Any) -> None:
+        self.recording, self.memory, self.pool = recording, memory, setting.pool
+        self.order = setting.backend.order
+        self.stage: Callable[[Sequence[Tensor]], None]
+        self.fill: Callable[[Sequence[Tensor]], None] | None = None
+        self.launch: Callable[[], Sequence[Tensor]]
+        self.mutated: list[tuple[int, Tensor]] = []
+        self.deliver: Deliver
+        self.inputs: StaticInputs  # owned here: a graph holds addresses only
+        self.copied: Sequence[Tensor] = ()
+        self.conflicts: frozenset[int] = frozenset()
+        self.kept: list[Tensor] = []
+        self.bumped: list[Tensor] = []
+        self.instance: Instance | None = None
+        self.unguarded: tuple[str, ...] = ()
+        self.replays = 0
+        self.seconds = 0.0
+
+    def __call__(self, tensors: tuple[Tensor, ...], values: tuple[Any, ...], staged: bool = False) -> Any:
+        """Replay for these tensors, unless they are staged already, and make the results."""
+        pool = self.pool
+        with pool.lock:
+            self.order(self.memory)
+            if not staged:
+                self._stage(tensors)
+            if pool.retired:
+                pool.retire()
+            fresh = self.launch()
+            for index, static in self.mutated:
+                tensors[index].copy_(static)
+            if self.bumped:
+                torch.autograd.graph.increment_version(self.bumped)
+            self.replays += 1
+            return self.deliver(tensors, fresh, values)
+
+    @property
+    def nodes(self) -> int:
+        """How many operations a replay repeats."""
+        return self.recording.nodes
+
+    @property
+    def bytes(self) -> int:
+        """How much memory the recording made its own."""
+        return self.recording.bytes
+
+    def busy(self) -> bool:
+        """Whether the backward of the last replay may still come."""
+        return self.instance is not None and self.instance.busy()
+
+    def backwards(self) -> Iterable[Graph]:
+        """The recordings of its backward."""
+        return () if self.instance is None else self.instance.backwards.values()
+
+    def _stage(self, tensors: tuple[Tensor, ...]) -> None:
+        try:
+            self.stage(tensors)
+            if self.fill is not None:
+                self.fill(tensors)
+        except RuntimeError as error:
+            stale = stale_input(error)
+            if stale is None:
+                raise
+            raise stale from None  # whose text holds the storage's own
+
+
+def stale_input(error: RuntimeError) -> StaleOutputError | None:
+    """The error for an argument that is a static output closed by a later replay."""
+    if STALE not in str(error) or isinstance(error, StaleOutputError):
+        return None
+    return StaleOutputError(f"an argument is a static output that {STALE}")
+
+
+def plan_launch(
+    graph: Graph, setting: Setting, inputs: StaticInputs, plan: ResultPlan, *, lent: bool
+) -> None:
+    """Plan how a graph takes its inputs and makes its copies, or lends its own memory instead."""
+    copied = [] if lent else plan.copied
+    stage, launch = setting.backend.replayer(graph.recording, inputs.copies, copied)
+    if lent and plan.copied:
+        launch = lending(launch, plan.copied, setting.backend, setting.pool.retired)
+    graph.inputs, graph.copied = inputs, plan.copied
+    graph.stage, graph.launch, graph.fill = stage, plan.moded(launch), inputs.filler()
+
+
+class Argument(NamedTuple):
+    """A result that is one of the caller's own opaque arguments."""
+
+    position: int
+
+
+Deliver = Callable[[Sequence[Tensor], Sequence[Tensor], tuple[Any, ...]], Any]
+
+
+def deliver_one(tensors: Sequence[Tensor], fresh: Sequence[Tensor], values: tuple[Any, ...]) -> Any:
+    """The commonest result: one tensor of its own."""
+    return fresh[0]
+
+
+def delivering(
+    make: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]],
+    tree: Tree,
+    consts: list[object],
+    arguments: Tree,
+    hidden: list[Place],
+) -> Deliver:
+    """How the tensors of a call and the fresh copies become its result and its hidden outputs."""
+    rebuild = tree.rebuild
+    borrowed = [(i, c.position) for i, c in enumerate(consts) if isinstance(c, Argument)]
+
+    def deliver(tensors: Sequence[Tensor], fresh: Sequence[Tensor], values: tuple[Any, ...]) -> Any:
+        leaves = consts
+        if borrowed:
+            theirs = arguments.consts(values)
+            leaves = list(consts)
+            for i, position in borrowed:
+                leaves[i] = theirs[position]
+        result, *written = rebuild(make(tensors, fresh), leaves)
+        for place, value in zip(hidden, written, strict=True):
+            place.write(value)
+        return result
+
+    return deliver
