@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from ._code import Executed, is_library, names_of
 
-__all__ = ["MISSING", "Change", "Place", "Survey", "is_plain", "same"]
+__all__ = ["MISSING", "Bulk", "Change", "Place", "Survey", "hyperparameters", "is_plain", "same"]
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 
@@ -46,7 +48,13 @@ _HOLDERS = (types.SimpleNamespace, argparse.Namespace, threading.local, types.Fu
 _EMPTY: tuple[Any, ...] = ([], (), {}, set(), "", range(0))
 _ITERATORS = tuple(type(iter(empty)) for empty in _EMPTY)
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+# The last two are what a learning-rate schedule adds; it warns with the help of the first of them.
+_OPTIMIZER_INTERNALS = frozenset(
+    {"defaults", "param_groups", "state", "_zero_grad_profile_name", "_opt_called", "step"}
+)
+_INTERNALS = ((nn.Module, _MODULE_INTERNALS), (Optimizer, _OPTIMIZER_INTERNALS))
 _SKIPPED_PACKAGES = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
 
 
@@ -112,12 +120,13 @@ class Place(NamedTuple):
 
 
 class Bulk(NamedTuple):
-    """Plain content that is compared as a whole."""
+    """Plain content that is compared as a whole; `moved` when another content means other memory."""
 
     read: Callable[[], Any]
     content: Any
     restore: Callable[[], Any]
     name: str
+    moved: bool = False
 
     @classmethod
     def of(cls, container: Any, name: str) -> Bulk:
@@ -129,6 +138,44 @@ class Bulk(NamedTuple):
             getattr(container, "extend" if isinstance(container, (list, deque)) else "update")(content)
 
         return cls(lambda: container, content, restore, name)
+
+    @classmethod
+    def of_tensors(cls, container: list[Any], name: str) -> Bulk:
+        """A list whose items count by identity: far cheaper to compare than one place each."""
+        content = list(container)
+
+        def restore() -> None:
+            container[:] = content
+
+        return cls(lambda: [*map(id, container)], [*map(id, content)], restore, name, moved=True)
+
+    @classmethod
+    def of_state(cls, state: dict[Any, Any], name: str) -> Bulk:
+        """What an optimizer keeps per parameter, each entry by identity."""
+        saved = [(key, held, copy(held)) for key, held in state.items()]
+
+        def restore() -> None:
+            state.clear()
+            for key, held, content in saved:
+                if isinstance(held, dict):
+                    held.clear()
+                    held.update(content)
+                state[key] = held
+
+        return cls(lambda: _identities(state), _identities(state), restore, name, moved=True)
+
+
+def _identities(state: dict[Any, Any]) -> list[int]:
+    nested = (held.values() if isinstance(held, dict) else (held,) for held in state.values())
+    return [*map(id, itertools.chain.from_iterable(nested))]
+
+
+def hyperparameters(optimizer: Optimizer, name: str) -> Iterator[Place]:
+    """The places of an optimizer's options, group by group."""
+    for i, group in enumerate(optimizer.param_groups):
+        label = f"{name}.param_groups[{i}]"
+        keys = [key for key in group if key not in ("params", "param_names")]
+        yield from (Place(group, key, "item", f"{label}[{key!r}]") for key in keys)
 
 
 class TensorFacts:
@@ -185,6 +232,8 @@ class Survey:
         self.tensor_facts: list[tuple[Tensor, str, TensorFacts]] = []
         self.generators: list[torch.Generator] = []
         self.hooks: list[tuple[Any, int, str]] = []
+        self.optimizers: list[tuple[str, Optimizer]] = []
+        self.held: list[tuple[Place, Tensor]] = []
         self._seen: dict[int, Any] = {}
         self._keys: dict[int, list[Any]] = {}
         self._outermost: Any = None
@@ -204,8 +253,9 @@ class Survey:
         return id(value) in self._seen
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """The places that hold tensors."""
-        return ((place, value) for place, value in self.places.values() if isinstance(value, Tensor))
+        """The places that hold tensors, those of an optimizer that are compared as a whole included."""
+        found = ((place, value) for place, value in self.places.values() if isinstance(value, Tensor))
+        return itertools.chain(found, self.held)
 
     def changes(self, after: Survey) -> list[Change]:
         """What happened between this survey and a later one of the same roots."""
@@ -311,7 +361,7 @@ class Survey:
         self._reach(getattr(value, "_torchdynamo_orig_callable", None), name)
         state = getattr(value, "__dict__", None)
         if isinstance(state, dict):
-            hidden = _MODULE_INTERNALS if isinstance(value, nn.Module) else frozenset()
+            hidden = next((names for kind, names in _INTERNALS if isinstance(value, kind)), frozenset())
             self._seen[id(state)] = state
             self._size(state, name)
             keys = [k for k in self._used(state) if k not in hidden]
@@ -396,6 +446,55 @@ class Survey:
     def _walk_generator(self, value: torch.Generator, name: str) -> None:
         self.generators.append(value)
 
+    def _walk_optimizer(self, value: Optimizer, name: str) -> None:
+        fields = value.__dict__
+        groups, state = fields.get("param_groups"), fields.get("state")
+        if not isinstance(groups, list) or not isinstance(state, dict):
+            self._walk_object(value, name)  # a wrapper, which shows what another one has
+            return
+        self.optimizers.append((name, value))
+        for held in (groups, state, *groups, *(group["params"] for group in groups)):
+            self._seen[id(held)] = held  # walked here
+        self._add_all(Place(fields, key, "field", f"{name}.{key}") for key in ("param_groups", "state"))
+        self._size(groups, f"{name}.param_groups")
+        for i, group in enumerate(groups):
+            self._add(Place(groups, i, "item", f"{name}.param_groups[{i}]"))
+            self._size(group, f"{name}.param_groups[{i}]")
+            self._hold_params(group["params"], f"{name}.param_groups[{i}]['params']")
+        self._add_all(hyperparameters(value, name))
+        self._hold_state(value, f"{name}.state")
+        for hooks in (fields[h] for h in _STEP_HOOKS if h in fields):
+            self.hooks.append((hooks, len(hooks), f"the hooks of {name}"))
+            for hook in hooks.values():
+                self._reach(hook, f"a hook of {name}")
+        if any(_user_bases(type(value))):
+            self._walk_object(value, name)
+
+    def _hold_params(self, params: list[Tensor], name: str) -> None:
+        self.bulk.append(Bulk.of_tensors(params, name))
+        for i, param in enumerate(params):
+            self.held.append((Place(params, i, "item", f"{name}[{i}]"), param))
+            if id(param) not in self._seen:
+                self._seen[id(param)] = param
+                self.tensor_facts.append((param, f"{name}[{i}]", TensorFacts(param)))
+
+    def _hold_state(self, optimizer: Optimizer, name: str) -> None:
+        state = optimizer.state
+        self.bulk.append(Bulk.of_state(state, name))
+        numbers = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+        for param, held in state.items():
+            if not isinstance(held, dict):
+                continue
+            label = f"{name}[{numbers.get(id(param), '...')}]"
+            places = [(Place(held, key, "item", f"{label}[{key!r}]"), value) for key, value in held.items()]
+            self.held += [(place, value) for place, value in places if isinstance(value, Tensor)]
+
+    def _walk_scaler(self, value: GradScaler, name: str) -> None:
+        state = value.__dict__
+        # What it notes of each optimizer between `unscale_` and `update` is made anew by each step.
+        keys = [key for key in state if key != "_per_optimizer_states"]
+        self._add_all(Place(state, key, "field", f"{name}.{key}") for key in keys)
+
     def _walk_reference(self, value: weakref.ref[Any], name: str) -> None:
         self._reach(value(), name)
 
@@ -444,6 +543,8 @@ def _truncate(container: Any, keys: list[Any]) -> None:
 Walk = Callable[[Survey, Any, str], None]
 _WALKS: list[tuple[Any, Walk]] = [
     (nn.Module, Survey._walk_module),
+    (Optimizer, Survey._walk_optimizer),
+    (GradScaler, Survey._walk_scaler),
     (types.FunctionType, Survey._walk_function),
     (types.MethodType, Survey._walk_method),
     (partial, Survey._walk_partial),

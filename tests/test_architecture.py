@@ -31,7 +31,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
         *("_ambient", "_binding", "_code", "_composite", "_constants", "_following", "_illegal", "_layout"),
         *("_signature", "_specs", "_tree", "_tree_code", "stats"),
     ),
-    2: ("_guards", "_places", "_pool", "_trial", "_undo", "_watch"),
+    2: ("_grads", "_guards", "_lifted", "_optimizers", "_places", "_pool", "_trial", "_undo", "_watch"),
     3: (
         *("_inputs", "_options", "_results", "backends", "backends._cuda_copies", "backends._cuda_driver"),
         *("backends._host_reads", "backends._memory", "backends._rng", "backends._tape_record"),
@@ -56,6 +56,9 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_tree": ("_constants", "_tree_code"),
     "_signature": ("_ambient", "_constants", "_specs", "_tree"),
     "_guards": ("_places",),
+    "_grads": ("_guards",),
+    "_lifted": ("_places", "_undo"),
+    "_optimizers": ("_lifted", "_places"),
     "_trial": ("_places", "_undo"),
     "_watch": ("_undo",),
     "_inputs": ("backends.base",),
