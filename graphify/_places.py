@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import enum
 import itertools
+import operator
 import os
 import sys
 import threading
@@ -140,34 +141,46 @@ class Bulk(NamedTuple):
         return cls(lambda: container, content, restore, name)
 
     @classmethod
-    def of_tensors(cls, container: list[Any], name: str) -> Bulk:
-        """A list whose items count by identity: far cheaper to compare than one place each."""
-        content = list(container)
+    def of_objects(cls, container: Any, items: Callable[[], Iterable[Any]], name: str) -> Bulk:
+        """Many objects that count by identity, far cheaper to compare than a place each."""
+        content = list(items())
+        kept = _contents(container)
 
-        def restore() -> None:
-            container[:] = content
+        def read() -> str:
+            pairs = itertools.zip_longest(items(), content, fillvalue=MISSING)
+            return _THESE if all(itertools.starmap(operator.is_, pairs)) else "others"
 
-        return cls(lambda: [*map(id, container)], [*map(id, content)], restore, name, moved=True)
-
-    @classmethod
-    def of_state(cls, state: dict[Any, Any], name: str) -> Bulk:
-        """What an optimizer keeps per parameter, each entry by identity."""
-        saved = [(key, held, copy(held)) for key, held in state.items()]
-
-        def restore() -> None:
-            state.clear()
-            for key, held, content in saved:
-                if isinstance(held, dict):
-                    held.clear()
-                    held.update(content)
-                state[key] = held
-
-        return cls(lambda: _identities(state), _identities(state), restore, name, moved=True)
+        return cls(read, _THESE, lambda: _refill(container, kept), name, moved=True)
 
 
-def _identities(state: dict[Any, Any]) -> list[int]:
+_THESE = "these objects"
+
+
+def _contents(container: Any) -> Any:
+    """A list, or a dict of dicts, with what is in it."""
+    if isinstance(container, list):
+        return list(container)
+    return [(key, held, copy(held)) for key, held in container.items()]
+
+
+def _refill(container: Any, kept: Any) -> None:
+    if isinstance(container, list):
+        container[:] = kept
+        return
+    container.clear()
+    for key, held, content in kept:
+        if isinstance(held, dict):
+            held.clear()
+            held.update(content)
+        container[key] = held
+
+
+def _entries(state: dict[Any, Any]) -> Iterable[Any]:
+    """What an optimizer keeps, parameter by parameter."""
+    if all(map(isinstance, state.values(), itertools.repeat(dict))):
+        return itertools.chain.from_iterable(map(dict.values, state.values()))
     nested = (held.values() if isinstance(held, dict) else (held,) for held in state.values())
-    return [*map(id, itertools.chain.from_iterable(nested))]
+    return itertools.chain.from_iterable(nested)
 
 
 def hyperparameters(optimizer: Optimizer, name: str) -> Iterator[Place]:
@@ -471,7 +484,7 @@ class Survey:
             self._walk_object(value, name)
 
     def _hold_params(self, params: list[Tensor], name: str) -> None:
-        self.bulk.append(Bulk.of_tensors(params, name))
+        self.bulk.append(Bulk.of_objects(params, lambda: params, name))
         for i, param in enumerate(params):
             self.held.append((Place(params, i, "item", f"{name}[{i}]"), param))
             if id(param) not in self._seen:
@@ -480,7 +493,7 @@ class Survey:
 
     def _hold_state(self, optimizer: Optimizer, name: str) -> None:
         state = optimizer.state
-        self.bulk.append(Bulk.of_state(state, name))
+        self.bulk.append(Bulk.of_objects(state, lambda: _entries(state), name))
         numbers = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
         for param, held in state.items():
             if not isinstance(held, dict):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import needs_cuda
 from torch import Tensor, nn
 from whole_steps import CPU, Function, Step, loss_of, net, tape
 
@@ -232,6 +233,21 @@ class TestSurvey:
         assert "`optimizer` builds its state in this step" in str(errors)
         before.restore()
         assert dict(optimizer.state) == {}
+
+    def test_state_of_another_kind(self) -> None:
+        """Entries beside those of parameters are compared and put back as well."""
+        model, optimizer = ready(sgd)
+        optimizer.state["calls"] = 3
+        guard = Guard(survey_of(stepper(model, optimizer)), outside=(), written=set(), device=CPU)
+        before = survey_of(stepper(model, optimizer))
+        assert guard.holds()
+        optimizer.state["calls"] = 4
+        assert not guard.holds()
+
+        before.restore()
+
+        assert optimizer.state["calls"] == 3
+        assert len(optimizer.state) == 5
 
     def test_restore(self) -> None:
         """What a failed run left in an optimizer is taken back: state, options, lists of parameters."""
@@ -677,3 +693,50 @@ class TestLifted:
         adam = torch.optim.AdamW(model.parameters(), fused=True)
         error = unliftable(Place(adam.param_groups[0], "betas", "item", "o.param_groups[0]['betas']"))
         assert "`foreach=True, capturable=True`" in str(error)
+
+
+DEVICE_LIFTS: dict[str, tuple[Make, str, float]] = {
+    "SGD lr": (sgd, "lr", 0.0),
+    "SGD lr, foreach=False": (lambda m: sgd(m, foreach=False), "lr", 0.0),
+    "SGD lr, everything": (lambda m: sgd(m, weight_decay=0.1, nesterov=True), "lr", 0.0),
+    "SGD lr, double": (lambda m: sgd(m.double()), "lr", 1e-12),
+    "SGD momentum": (sgd, "momentum", 0.0),
+    "SGD weight_decay": (lambda m: sgd(m, weight_decay=0.1), "weight_decay", 0.0),
+    "SGD lr, fused": (lambda m: sgd(m, fused=True), "lr", 1e-6),
+    "AdamW lr, fused": (lambda m: adamw(m, capturable=True), "lr", 1e-5),
+    "AdamW lr, foreach": (lambda m: adamw(m, fused=None, capturable=True), "lr", 1e-5),
+    "AdamW betas, foreach": (lambda m: adamw(m, fused=None, capturable=True), "betas", 1e-4),
+    "AdamW weight_decay, foreach": (lambda m: adamw(m, fused=None, capturable=True), "weight_decay", 1e-5),
+}
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("case", DEVICE_LIFTS)
+def test_lifted_on_a_device(case: str) -> None:
+    """A captured step takes new numbers at each replay: bit for bit for SGD in single precision, else to rounding."""
+    make, key, tolerance = DEVICE_LIFTS[case]
+    model = net().cuda()
+    twin = deepcopy(model)
+    optimizer, other = make(model), make(twin)
+    static = torch.randn(6, 4, device="cuda", dtype=next(model.parameters()).dtype)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        train(model, optimizer, static)
+    torch.cuda.current_stream().wait_stream(side)
+    train(twin, other, static)
+    lifted = Lifted([p for p in numbers_of([("o", optimizer)]) if p.key == key], static.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), steps(lifted), lifted.lent():
+        train(model, optimizer, static)
+    for call in range(20):
+        value = 0.3 / (call + 3)
+        for group in (*optimizer.param_groups, *other.param_groups):
+            group[key] = (0.9 - value, 0.99 - value / 10) if key == "betas" else value
+        static.copy_(torch.randn(6, 4))
+        lifted.refill()
+        graph.replay()
+        train(twin, other, static)
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance / 10)
