@@ -12,7 +12,7 @@ from ._guards import Miss
 from ._layout import family_key, is_dense
 from .errors import CaptureError
 
-__all__ = ["GradPlan", "Grads"]
+__all__ = ["GradPlan", "Grads", "refused_arguments"]
 
 _grad_of = operator.attrgetter("grad")
 
@@ -101,6 +101,18 @@ def _check(name: str, grad: Tensor, given: Collection[int]) -> None:
             why="the graph has its own copy of the argument, which the next call overwrites",
             fix="copy it into the `.grad` that is there, or set it outside the graphed function",
         )
+
+
+def refused_arguments(statics: Iterable[tuple[str, Tensor]]) -> CaptureError | None:
+    """Why the backward in a recorded run cannot be: it reached an argument, of which the graph has a copy."""
+    for name, static in statics:
+        if static.is_leaf and static.grad is not None:
+            return CaptureError(
+                f"`{name}` gets a gradient from a backward inside",
+                why="the graph has its own copy of the argument, so the caller's would get none",
+                fix=f"`torch.autograd.grad(loss, {name})` inside and return it, or `{name}.detach()`",
+            )
+    return None
 
 
 class GradPlan:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from whole_steps import CPU, Function, Step, loss_of, net, tape
 
-from graphify._grads import Grads
+from graphify._grads import Grads, refused_arguments
 from graphify._watch import Watch, watching
 from graphify.errors import CaptureError
 
@@ -320,3 +320,11 @@ class TestRefused:
 
         with pytest.raises(CaptureError, match=r"`weight\.grad` is a sparse tensor"):
             grads.plan(())
+
+    def test_a_gradient_of_an_argument(self) -> None:
+        """An argument that a backward inside reaches is refused with what to write."""
+        x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        (x * 2).sum().backward()
+
+        assert "`batch.x` gets a gradient" in str(refused_arguments([("y", y), ("batch.x", x)]))
+        assert refused_arguments([("y", y)]) is None
