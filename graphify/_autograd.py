@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from ._graph import Graph, Setting, plan_launch
 from ._inputs import StaticInputs
 from ._layout import family_key
 from ._places import Survey
-from ._results import Primary, ResultPlan, TangledError
+from ._results import Primary, ResultPlan
 from ._signature import TensorSpec, overlap, specs_of
 from ._trial import HostRandomness
 from ._undo import UndoLog
@@ -24,55 +24,74 @@ from ._watch import Watch, watching
 from .backends.base import Recording
 from .errors import CaptureError, GraphifyError
 
-__all__ = ["Instance", "Patterns", "Wanted", "saving", "wanted"]
+__all__ = ["Ends", "Instance", "Patterns", "saving"]
 
 _TWICE = "Python runs when a backward is recorded; a replay repeats device work only"
 _FIX = "keep Python state out of backward hooks and of `backward` methods"
 
 
 class Wanted(NamedTuple):
-    """The tensors that a run's results have gradients for: positions of arguments, and tensors from outside."""
+    """What a backward gives gradients for, argument by argument and then tensor by tensor from outside."""
 
     arguments: list[int]
     outside: list[Tensor]
+    edges: list[Any]
+    """The tensors or edges of the recorded run that stand for these."""
 
 
-def wanted(
-    results: Iterable[Tensor],
-    statics: Sequence[Tensor],
-    older: Iterable[Tensor],
-    born: Container[int],
-    start: int,
-) -> Wanted:
-    """Search the results' autograd graph for what is older than the run, which began at this sequence number.
+class Ends:
+    """Where the autograd graph of a recorded run ends: at static inputs, stand-ins, tensors that are older.
 
-    `older` are tensors with a history that the run may have met, `born` the storages that it made.
-
-    Raises:
-        TangledError: the graph ends in the history of a tensor that nobody holds.
+    `real` are the tensors behind stand-ins, `older` tensors with a history that the run may have met, `born` the
+    storages that it made.
     """
-    history = {(t.grad_fn, t.output_nr): t for t in older if t.grad_fn is not None}
-    places = {id(t): i for i, t in reversed(list(enumerate(statics)))}
-    found: dict[int, Tensor] = {}
-    seen: set[Any] = set()
-    edges: list[tuple[Any, int]] = [(t.grad_fn, t.output_nr) for t in results]
-    while edges:
-        edge = edges.pop()
-        node = edge[0]
-        if node is None or edge in seen:
-            continue
-        seen.add(edge)
-        leaf = node.variable if node.name() == "torch::autograd::AccumulateGrad" else history.get(edge)
-        if leaf is not None and (leaf.is_leaf or node._sequence_nr() < start):
-            found[id(leaf)] = leaf
-        elif node._sequence_nr() < start:
-            raise TangledError
-        elif node not in seen:
-            seen.add(node)
-            edges += node.next_functions
-    arguments = sorted(places[key] for key in found if key in places)
-    outside = [t for key, t in found.items() if key not in places and family_key(t) not in born]
-    return Wanted(arguments, outside)
+
+    def __init__(
+        self,
+        statics: Sequence[Tensor],
+        real: Mapping[int, Tensor],
+        older: Iterable[Tensor],
+        born: Container[int],
+    ) -> None:
+        self._places = {id(t): i for i, t in reversed(list(enumerate(statics)))}
+        self._real, self._born = real, born
+        self._history = {(t.grad_fn, t.output_nr): t for t in older if t.grad_fn is not None}
+
+    def of(self, results: Iterable[Tensor]) -> Wanted:
+        """Search the graph behind these results."""
+        arguments: dict[int, Any] = {}
+        outside: list[tuple[Tensor, Any]] = []
+        for end in self._search([(t.grad_fn, t.output_nr) for t in results]):
+            if id(end) in self._places:
+                arguments[self._places[id(end)]] = end
+            elif id(end) in self._real:
+                outside.append((self._real[id(end)], end))
+            elif end.grad_fn is not None:
+                outside.append((end, get_gradient_edge(end)))
+            elif family_key(end) not in self._born:
+                outside.append((end, end))
+        order = sorted(arguments)
+        edges = [*(arguments[i] for i in order), *(edge for _, edge in outside)]
+        return Wanted(order, [t for t, _ in outside], edges)
+
+    def _search(self, edges: list[tuple[Any, int]]) -> Iterable[Tensor]:
+        found: dict[int, Tensor] = {}
+        seen: set[Any] = set()
+        while edges:
+            edge = edges.pop()
+            node = edge[0]
+            if node is None or edge in seen:
+                continue
+            seen.add(edge)
+            end = (
+                node.variable if node.name() == "torch::autograd::AccumulateGrad" else self._history.get(edge)
+            )
+            if end is not None:
+                found[id(end)] = end
+            elif node not in seen:
+                seen.add(node)
+                edges += node.next_functions
+        return found.values()
 
 
 @contextmanager
@@ -113,28 +132,25 @@ class Instance:
     it saved, as it does after a backward without `retain_graph`.
     """
 
-    def __init__(self, setting: Setting, memory: Any, device: torch.device, patterns: Patterns) -> None:
-        self.setting, self.memory, self.device, self.patterns = setting, memory, device, patterns
-        self.stream: Any = None
-        self.primaries: list[Primary] = []
-        self.tensors: list[Tensor] = []
-        self.wanted = Wanted([], [])
-        self.statics: Sequence[Tensor] = ()
+    def __init__(self, setting: Setting, graph: Graph, device: torch.device, patterns: Patterns) -> None:
+        self.setting, self.device, self.patterns = setting, device, patterns
+        self.memory, self.stream = graph.memory, graph.recording.stream
+        self.wanted = Wanted([], [], [])
         self.saved: list[Tensor] = []
         self.checked: list[Tensor] = []
-        self._edges: list[Any] = []  # tensors and gradient edges
         self.backwards: dict[Any, Graph] = {}
+        self._primaries: list[Primary] = []
+        self._outputs: list[Tensor] = []
+        self._statics: Sequence[Tensor] = ()
         self._node: Callable[[], Any] = _nobody
 
-    def plan(self, plan: ResultPlan, wants: Wanted, statics: Sequence[Tensor]) -> None:
+    def plan(self, primaries: list[Primary], wants: Wanted, statics: Sequence[Tensor]) -> None:
         """Learn what the outputs of the forward are, and whose gradients its backward gives."""
-        self.primaries, self.wanted, self.statics = plan.primaries, wants, statics
-        self._edges = [statics[i] for i in wants.arguments]
-        self._edges += [t if t.grad_fn is None else get_gradient_edge(t) for t in wants.outside]
+        self._primaries, self.wanted, self._statics = primaries, wants, statics
 
     def renew(self, results: Sequence[Tensor], saved: list[Tensor], outside: Container[int]) -> None:
         """Take the autograd graph of the run that made these results and saved these tensors."""
-        self.tensors = [p.of(results) for p in self.primaries]
+        self._outputs = [p.of(results) for p in self._primaries]
         self.saved = saved
         self.checked = [t for t in saved if family_key(t) in outside]
 
@@ -161,7 +177,7 @@ class Instance:
         self._check_versions(versions)
         given = tuple(g for g in grads if g is not None)
         if not given:
-            return [None] * len(self._edges)
+            return [None] * len(self.wanted.edges)
         key = (tuple(g is None for g in grads), specs_of(len(given))(given), overlap(given))
         with self.setting.pool.lock:
             backward = self.backwards.get(key)
@@ -213,15 +229,15 @@ class Instance:
         self.patterns.executed.merge(watch.executed)
         self.patterns.met.add(key)
         # What the recording owns must not leave it: the next replay writes there.
-        own = {family_key(t) for t in (*self.saved, *self.tensors, *self.statics)}
+        own = {family_key(t) for t in (*self.saved, *self._outputs, *self._statics)}
         return [g.clone() if g is not None and family_key(g) in own else g for g in found]
 
     def run(self, grads: Sequence[Tensor | None], given: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Run the backward of the last replay for the outputs that have a gradient."""
-        outputs = [t for t, g in zip(self.tensors, grads, strict=True) if g is not None]
+        outputs = [t for t, g in zip(self._outputs, grads, strict=True) if g is not None]
         with _unhooked(self.wanted.outside):
             found: Sequence[Tensor | None] = torch.autograd.grad(
-                outputs, self._edges, given, retain_graph=True, allow_unused=True
+                outputs, self.wanted.edges, given, retain_graph=True, allow_unused=True
             )
         return found
 

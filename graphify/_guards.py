@@ -109,7 +109,7 @@ class Guard:
         body = " and ".join(tests) or "True"
         source = f"def holds():\n try:\n  return {body}\n except (LookupError, AttributeError, ValueError):\n  return False"
         exec(source, scope)
-        holds: Callable[[], bool] = scope["holds"]
+        holds: Callable[[], bool] = scope.pop("holds")  # left there, it would be a reference cycle
         return holds
 
     def _address_tests(self, scope: dict[str, Any]) -> list[str]:

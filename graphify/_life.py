@@ -7,13 +7,11 @@ import logging
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from ._autograd import Patterns
 from ._code import Executed, user_frame
@@ -343,7 +341,7 @@ class Life:
 
     def _make_graph(self, entry: Entry, call: Call, undo: UndoLog | None = None) -> None:
         self.make_room()
-        with _accumulators(entry), self.setting.backend.scope(entry.device_or_raise()):
+        with self.setting.backend.scope(entry.device_or_raise()):
             try:
                 graph, guard = self._recorded(entry, call, undo)
             except CaptureError:
@@ -383,7 +381,7 @@ class Life:
         with self.setting.pool.lock:
             instances = entry.graph
             if isinstance(instances, Instances) and len(instances.graphs) < MOST:
-                with _accumulators(entry), self.setting.backend.scope(entry.device_or_raise()):
+                with self.setting.backend.scope(entry.device_or_raise()):
                     graph, _ = self._recorded(entry, call, None)
                 instances.graphs.append(graph)
                 self.counts["recordings"] += 1
@@ -492,17 +490,6 @@ class Life:
                 f"values of {name}",
                 f"has seen {_MANY_VALUES} values of `{name}`; each is baked into a graph of its own: pass it as a tensor",
             )
-
-
-@contextmanager
-def _accumulators(entry: Entry) -> Iterator[None]:
-    """Hold the nodes that accumulate into `.grad`: born in a capture, they would belong to its stream for good."""
-    leaves = (
-        [t for t in entry.guard.tensors if t.is_leaf and t.requires_grad] if entry.guard is not None else []
-    )
-    edges = [get_gradient_edge(t) for t in leaves] if entry.patterns is not None else []
-    yield
-    edges.clear()
 
 
 def _label(call: Call) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ._autograd import Instance, saving, wanted
+from ._autograd import Ends, Instance, saving
 from ._code import Executed, line_of
 from ._graph import Argument, Graph, Order, Setting, deliver_one, delivering, plan_launch
 from ._guards import Guard, find_place
@@ -18,6 +18,7 @@ from ._inputs import StaticInputs
 from ._layout import family_key, is_dense
 from ._places import MISSING, Change, Survey
 from ._results import ResultPlan
+from ._stand_ins import StandIns
 from ._tree import Tree, tensors_of, tree_of
 from ._trial import HostRandomness
 from ._undo import UndoLog
@@ -81,6 +82,8 @@ class _Recorder:
         self.results: Tree | None = None
         self.instance: Instance | None = None
         self.saved: list[Tensor] = []
+        replaced = self.patterns is not None and setting.backend.nodes_have_streams
+        self.stand_ins = StandIns(t for _, t in self.before.tensors() if replaced and t.requires_grad)
         self.start = torch._C._autograd._get_sequence_nr()
 
     def graph(self, generators: Sequence[torch.Generator]) -> tuple[Graph, Guard]:
@@ -134,11 +137,12 @@ class _Recorder:
         """What is recorded: the result, and what the run left in fields that it only writes."""
         self.saved = []
         keeping = nullcontext() if self.patterns is None else saving(self.saved)
-        with keeping, watching(self.watch, self.setting.backend.listen):
-            result = self.setting.run(self.arguments)
-        if not self.compared:
-            self._compare()
-        hidden = [change.place.read() for change in self.hidden]
+        with self.stand_ins.instead():
+            with keeping, watching(self.watch, self.setting.backend.listen):
+                result = self.setting.run(self.arguments)
+            if not self.compared:
+                self._compare()
+            hidden = [change.place.read() for change in self.hidden]
         if self.instance is not None:
             self.instance.renew(tensors_of((result, *hidden)), self.saved, self.watch.outside)
         return result, hidden
@@ -262,10 +266,10 @@ class _Recorder:
         tree = tree_of(roots, names)
         found = tree.unpack(roots)
         assert found is not None
-        outside = [t for _, t in self.before.tensors()]
-        plan = ResultPlan(found[0], self.inputs.tensors, outside)
+        outside = [(t, t) for _, t in self.before.tensors()]
+        plan = ResultPlan(found[0], self.inputs.tensors, [*self.stand_ins.pairs(), *outside])
         if plan.primaries:
-            self._plan_backward(graph, plan, outside)
+            self._plan_backward(graph, plan)
         lent = self.setting.static_outputs and not plan.primaries
         plan_launch(graph, self.setting, self.inputs, plan, lent=lent)
         consts = self._result_consts(tree, tree.consts(roots), after)
@@ -276,17 +280,17 @@ class _Recorder:
             make = plan.maker(None if self.instance is None else self.instance.attach)
             graph.deliver = delivering(make, tree, consts, self.call.tree, places)
 
-    def _plan_backward(self, graph: Graph, plan: ResultPlan, outside: list[Tensor]) -> None:
+    def _plan_backward(self, graph: Graph, plan: ResultPlan) -> None:
         """Everything that needs grad and is older than the run is an input of its backward."""
         assert self.patterns is not None
-        watch, statics = self.watch, self.inputs.tensors
-        older = [*outside, *watch.history.values()]
-        wants = wanted([p.tensor for p in plan.primaries], statics, older, watch.born, self.start)
-        self.instance = Instance(self.setting, graph.memory, self.device, self.patterns)
-        self.instance.stream = graph.recording.stream
-        self.instance.plan(plan, wants, statics)
-        self.instance.renew(plan.results, self.saved, watch.outside)
-        graph.instance, graph.kept = self.instance, _once([*graph.kept, *wants.outside])
+        outside, statics = self.watch.outside, self.inputs.tensors
+        met = [t for t in self.watch.history.values() if _born_before(t, self.start)]
+        older = [*met, *(t for _, t in self.before.tensors())]
+        ends = Ends(statics, self.stand_ins.real, older, self.watch.born)
+        self.instance = Instance(self.setting, graph, self.device, self.patterns)
+        self.instance.plan(plan.primaries, ends.of(p.tensor for p in plan.primaries), statics)
+        self.instance.renew(plan.results, self.saved, outside)
+        graph.instance, graph.kept = self.instance, _once([*graph.kept, *self.instance.wanted.outside])
 
     def _result_consts(self, tree: Tree, consts: tuple[object, ...], survey: Survey) -> list[object]:
         """Constants of the result; those that are the caller's own objects become positions."""
@@ -317,3 +321,9 @@ def _metadata(tensor: Tensor) -> tuple[Any, ...]:
 
 def _once(tensors: list[Tensor]) -> list[Tensor]:
     return list({id(t): t for t in tensors}.values())
+
+
+def _born_before(tensor: Tensor, start: int) -> bool:
+    """Whether a tensor's history was made on this thread before this number in the sequence."""
+    node: Any = tensor.grad_fn
+    return node is not None and node._sequence_nr() < start

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from .backends.base import Backend, Loan
 
 __all__ = ["Attach", "Primary", "ResultPlan", "TangledError", "lending"]
 
+T = TypeVar("T")
 Sources = Sequence[Tensor]
 Maker = Callable[[Sources, Sequence[Tensor], Sequence[Tensor]], Tensor]
 Attach = Callable[[Sources, Sequence[Tensor]], Sequence[Tensor]]
@@ -88,16 +89,18 @@ class ResultPlan:
     - else memory of the recording: one copy per storage, viewed with eager's strides. Where gradients are
       recorded, copies that need them pass through `attach`, which ties them to their backward.
 
+    `outside` gives each outside tensor as the run knew it, and as it is.
+
     Raises:
         TangledError: results with gradients are views that autograd cannot repeat over a copy.
     """
 
-    def __init__(self, results: Sources, statics: Sources, outside: Sequence[Tensor]) -> None:
+    def __init__(self, results: Sources, statics: Sources, outside: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.results = results
         self.copied: list[Tensor] = []
         self.primaries: list[Primary] = []
-        self._statics = _by_storage(statics)
-        self._outside = _by_storage(outside)
+        self._statics = _by_storage(enumerate(statics))
+        self._outside = _by_storage((real, known) for known, real in outside)
         self._wholes: dict[int, _Whole] = {}
         self._makers = [self._maker(result) for result in results]
 
@@ -158,11 +161,11 @@ class ResultPlan:
         shift = first_byte(result) - first_byte(static)
         return lambda sources, fresh, tied: _view(sources[i], result, first_byte(sources[i]) + shift)
 
-    def _from_outside(self, result: Tensor, held: list[tuple[int, Tensor]]) -> Maker:
-        for _, tensor in held:
-            if result is tensor:
+    def _from_outside(self, result: Tensor, held: list[tuple[Tensor, Tensor]]) -> Maker:
+        for real, _ in held:
+            if result is real:
                 return lambda sources, fresh, tied: result
-        base, byte = _base_among(result, held)[1], first_byte(result)
+        base, byte = _base_among(result, held)[0], first_byte(result)
         return lambda sources, fresh, tied: _view(base, result, byte)
 
     def _from_copy(self, result: Tensor, key: int) -> Maker:
@@ -218,8 +221,8 @@ def _primary(family: list[Tensor]) -> Tensor | None:
     return base
 
 
-def _base_among(result: Tensor, held: list[tuple[int, Tensor]]) -> tuple[int, Tensor]:
-    """The one of these tensors that a result is a view of, for autograd too."""
+def _base_among(result: Tensor, held: list[tuple[T, Tensor]]) -> tuple[T, Tensor]:
+    """The one of these tensors, with what stands before it, that a result is a view of, for autograd too."""
     if not result.requires_grad:
         return held[0]
     for i, tensor in held:
@@ -269,8 +272,8 @@ class _Recast(_Copied):
             return made.clone()
 
 
-def _by_storage(tensors: Sources) -> dict[int, list[tuple[int, Tensor]]]:
-    found: dict[int, list[tuple[int, Tensor]]] = {}
-    for i, tensor in enumerate(tensors):
-        found.setdefault(family_key(tensor), []).append((i, tensor))
+def _by_storage(tensors: Iterable[tuple[T, Tensor]]) -> dict[int, list[tuple[T, Tensor]]]:
+    found: dict[int, list[tuple[T, Tensor]]] = {}
+    for what, tensor in tensors:
+        found.setdefault(family_key(tensor), []).append((what, tensor))
     return found

@@ -69,6 +69,8 @@ class Backend(Protocol):
 
     name: str
     device_type: str
+    nodes_have_streams: bool
+    """Whether autograd runs a node on the stream on which it was made."""
     runs_live: bool
     """Whether the run that `record` makes already did its work; the first replay then does nothing."""
 

@@ -138,6 +138,7 @@ class CudaBackend:
 
     name = "cuda"
     device_type = "cuda"
+    nodes_have_streams = True
     runs_live = False
 
     def __init__(self) -> None:
