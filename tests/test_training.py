@@ -78,6 +78,27 @@ def test_outside_tensors_get_their_gradient(backend, device, place):
     assert counts(*same(train, backend)) == (1, 1, 4, 0, 0)
 
 
+def test_kept_gradients_and_hooks_of_non_leaves(backend, device):
+    """`retain_grad` and hooks of computed tensors, outside and among the arguments, see each gradient once."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        w, seen = leaf(device, 3), []
+        outside = w * 2
+        f = wrap(lambda x: (x * outside).tanh())
+        for _ in range(6):
+            x = leaf(device, 3) * 2
+            for t in (x, outside):
+                t.retain_grad()
+            hooks = [t.register_hook(lambda g: seen.append(g) or g * 3) for t in (x, outside)]
+            f(x).sum().backward(retain_graph=True)
+            yield x.grad, outside.grad, w.grad, sorted(seen, key=str)
+            seen.clear()
+            for hook in hooks:
+                hook.remove()
+
+    assert counts(*same(train, backend)) == (1, 1, 4, 0, 0)
+
+
 @REBOUND
 def test_a_non_leaf_made_anew_for_each_call(backend, device):
     """A weight that is computed outside before each call passes its gradient on to where it came from."""
@@ -481,6 +502,32 @@ def test_undefined_incoming_gradients(backend, device):
             clear(net)
 
     assert counts(*same(train, backend)) == (1, 1, 6, 0, 0)
+
+
+class Saved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(x, y)
+        return (y * w).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.saved_tensors
+
+
+def test_gradients_that_are_saved_tensors(backend, device):
+    """A backward that returns what it saved hands out memory of the caller's own."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        w = leaf(device, 3)
+        f = wrap(lambda x: Saved.apply(x, w))
+        for _ in range(6):
+            x = leaf(device, 3)
+            yield torch.autograd.grad(f(x), (w,))
+            yield torch.autograd.grad(f(x), (x, w))[1:]
+
+    assert counts(*same(train, backend)) == (1, 1, 10, 0, 0)
 
 
 LOSSES: dict[str, Callable[[Tensor], Any]] = {
