@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import threading
 import weakref
@@ -298,6 +299,30 @@ def test_a_wrapper_that_dies_before_the_backward(backend, device):
     want.backward()
     got.backward()
     equal(w.grad, v.grad)
+
+
+def test_nothing_outlives_its_use(backend, device):
+    """After training steps, results, inputs, wrapper and parameters die with their last reference, without gc."""
+    gc.collect()
+    gc.disable()
+    try:
+        net = graphify(mlp(device), backend=backend)
+        for step in range(6):
+            x = leaf(device, 4, 3)
+            y = net(x)
+            loss = y.square().sum()
+            if step % 2:
+                loss.backward()
+            refs = [weakref.ref(t) for t in (x, y, loss)]
+            del x, y, loss
+            assert [r() for r in refs] == [None] * 3
+        refs = [weakref.ref(o) for o in (net, net[0], net[0].weight, net[0].weight.grad)]
+        clear(net)
+        assert refs.pop()() is None
+        del net
+        assert [r() for r in refs] == [None] * 3
+    finally:
+        gc.enable()
 
 
 # -- modes
