@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import overrides
+from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -255,7 +256,7 @@ def _inactive_by(probes: tuple[Switch, Switch, Switch, Switch]) -> Callable[[], 
     is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
     def inactive() -> str | None:
-        """Why graphs are off right now: "compiling", "functorch" or "mode"; None when they are on."""
+        """Why graphs are off right now: "compiling", "functorch", "mode" and the like; None when they are on."""
         # Dynamo must meet its own test first: it then traces the plain function and none of what follows.
         if is_dynamo_compiling() or tracing():
             return "compiling"
@@ -263,10 +264,27 @@ def _inactive_by(probes: tuple[Switch, Switch, Switch, Switch]) -> Callable[[], 
             return "functorch"
         if dispatch() or (function() and _foreign_function_mode()):
             return "mode"
-        return None
+        return _observed()
 
     return inactive
 
+
+def _observed() -> str | None:
+    """Whether somebody follows autograd itself, which a replay would not show to them."""
+    if forward_ad._current_level >= 0:
+        return "forward_ad"
+    if torch.is_anomaly_enabled():
+        return "anomaly"
+    # Saved-tensor hooks of the caller: a checkpoint around the call, activations kept on the CPU.
+    return "hooks" if torch.is_grad_enabled() and _saved_hooks(False) is not None else None
+
+
+def _no_hooks(_: bool) -> None:
+    """There is no public way to ask."""
+
+
+_hooks = _first("_C._autograd._top_saved_tensors_default_hooks")
+_saved_hooks: Callable[[bool], Any] = _no_hooks if _hooks is None else _hooks
 
 inactive = _inactive_by(_probes(private=True))
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from ._code import Executed
@@ -37,6 +38,8 @@ class Wanted(NamedTuple):
     outside: list[Tensor]
     edges: list[Any]
     """The tensors or edges of the recorded run that stand for these."""
+    custom: bool = False
+    """Whether somebody's own `autograd.Function` is on the way, which may keep what no hook sees."""
 
 
 class Ends:
@@ -54,7 +57,7 @@ class Ends:
         born: Container[int],
     ) -> None:
         self._places = {id(t): i for i, t in reversed(list(enumerate(statics)))}
-        self._real, self._born = real, born
+        self._real, self._born, self._custom = real, born, False
         self._history = {(t.grad_fn, t.output_nr): t for t in older if t.grad_fn is not None}
 
     def of(self, results: Iterable[Tensor]) -> Wanted:
@@ -66,13 +69,11 @@ class Ends:
                 arguments[self._places[id(end)]] = end
             elif id(end) in self._real:
                 outside.append((self._real[id(end)], end))
-            elif end.grad_fn is not None:
+            elif end.grad_fn is not None or family_key(end) not in self._born:
                 outside.append((end, get_gradient_edge(end)))
-            elif family_key(end) not in self._born:
-                outside.append((end, end))
         order = sorted(arguments)
         edges = [*(arguments[i] for i in order), *(edge for _, edge in outside)]
-        return Wanted(order, [t for t, _ in outside], edges)
+        return Wanted(order, [t for t, _ in outside], edges, self._custom)
 
     def _search(self, edges: list[tuple[Any, int]]) -> Iterable[Tensor]:
         found: dict[int, Tensor] = {}
@@ -91,6 +92,7 @@ class Ends:
             elif node not in seen:
                 seen.add(node)
                 edges += node.next_functions
+                self._custom = self._custom or isinstance(node, BackwardCFunction)
         return found.values()
 
 
@@ -120,9 +122,9 @@ class Patterns:
         recorded: Callable[[], None],
     ) -> None:
         self.generators, self.refuse, self.recorded = generators, refuse, recorded
-        self.executed = Executed()
-        self.met: set[Any] = set()
-        self.refused: set[Any] = set()
+        self.outside: list[Tensor] = []
+        """What needed gradients in a warm-up and lies outside."""
+        self.refused: dict[Any, CaptureError] = {}
 
 
 class Instance:
@@ -136,8 +138,11 @@ class Instance:
         self.setting, self.device, self.patterns = setting, device, patterns
         self.memory, self.stream = graph.memory, graph.recording.stream
         self.wanted = Wanted([], [], [])
+        self.drew = False
         self.saved: list[Tensor] = []
         self.checked: list[Tensor] = []
+        self.read: list[Tensor] = []
+        self._addresses: list[int] = []
         self.backwards: dict[Any, Graph] = {}
         self._primaries: list[Primary] = []
         self._outputs: list[Tensor] = []
@@ -153,6 +158,12 @@ class Instance:
         self._outputs = [p.of(results) for p in self._primaries]
         self.saved = saved
         self.checked = [t for t in saved if family_key(t) in outside]
+
+    def reads(self, tensors: Iterable[Tensor]) -> None:
+        """Learn which tensors from outside the backward reads: those that share memory with what was saved."""
+        saved = {family_key(t) for t in self.checked}
+        self.read = [t for t in tensors if family_key(t) in saved]
+        self._addresses = [t.data_ptr() for t in self.read]
 
     def busy(self) -> bool:
         """Whether a backward through the last replay may still come."""
@@ -172,13 +183,13 @@ class Instance:
 
     def pull(self, node: Any, versions: list[int], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The gradients of `wanted` for these of the outputs."""
-        if _freed(node) and (self.saved or self._node() is not node):
+        if _freed(node) and (self.saved or (self.wanted.custom and self._node() is not node)):
             node.saved_tensors  # noqa: B018  raises eager's own error
         self._check_versions(versions)
         given = tuple(g for g in grads if g is not None)
         if not given:
             return [None] * len(self.wanted.edges)
-        key = (tuple(g is None for g in grads), specs_of(len(given))(given), overlap(given))
+        key = (tuple(g is None for g in grads), *_kind(given))
         with self.setting.pool.lock:
             backward = self.backwards.get(key)
             if backward is not None:
@@ -194,40 +205,39 @@ class Instance:
                     f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
                     f"expected version {before} instead"
                 )
-
-    # -- a pattern of incoming gradients: first live, then recorded
+        if [*map(Tensor.data_ptr, self.read)] != self._addresses:
+            raise GraphifyError(
+                f"a tensor that `{self.setting.name}` reads was bound to other memory between its forward and its backward: "
+                "assign `.data` or cast the module after the backward"
+            )
 
     def _first(
         self, key: Any, grads: Sequence[Tensor | None], given: tuple[Tensor, ...]
     ) -> Sequence[Tensor | None]:
+        """Record the backward for a new pattern of incoming gradients, and replay it once."""
         patterns = self.patterns
-        if key in patterns.met and key not in patterns.refused:
+        error = patterns.refused.get(key)
+        if error is None:
             try:
-                self.backwards[key] = self._recorded(grads, given, key[1])
-            except CaptureError as error:
-                patterns.refused.add(key)
-                patterns.refuse(error)
+                backward = self._recorded(grads, given, key[1])
+            except CaptureError as refused:
+                patterns.refused[key] = error = refused
             else:
+                self.backwards[key] = backward
                 patterns.recorded()
-                backward = self.backwards[key]
                 found: Sequence[Tensor | None] = backward(given, (), staged=backward.recording.ran)
                 return found
-        return self._live(key, grads, given)
+        if self.drew and self.setting.backend.nodes_have_streams:
+            raise error  # a random operator's backward looks on the device for what a live one has on the host
+        patterns.refuse(error)
+        return self._live(grads, given)
 
-    def _live(
-        self, key: Any, grads: Sequence[Tensor | None], given: tuple[Tensor, ...]
-    ) -> Sequence[Tensor | None]:
+    def _live(self, grads: Sequence[Tensor | None], given: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
         """Run the backward for real, through the activations that the last replay left."""
-        backend, watch = self.setting.backend, Watch(self.device)
+        backend = self.setting.backend
         backend.order(self.memory)
-        with watching(watch, backend.listen):
-            found = self.run(grads, given)
+        found = self.run(grads, given)
         backend.hand_over(g for g in found if g is not None)
-        if watch.offences and key not in self.patterns.refused:
-            self.patterns.refused.add(key)
-            self.patterns.refuse(watch.offences[0])
-        self.patterns.executed.merge(watch.executed)
-        self.patterns.met.add(key)
         # What the recording owns must not leave it: the next replay writes there.
         own = {family_key(t) for t in (*self.saved, *self._outputs, *self._statics)}
         return [g.clone() if g is not None and family_key(g) in own else g for g in found]
@@ -247,6 +257,22 @@ class Instance:
         mask = [None if g is None else True for g in grads]
         with self.setting.backend.scope(self.device, stream=self.stream):
             return _BackwardRecorder(self, mask, given, [TensorSpec(*spec) for spec in specs]).graph()
+
+
+def _kind(given: tuple[Tensor, ...]) -> tuple[Any, Any]:
+    """What tells incoming gradients of one pattern from another: layouts, and which share memory."""
+    if any(map(_is_batched, given)):
+        raise GraphifyError(
+            "batched gradients (`is_grads_batched=True`, a vectorized Jacobian) through a replay: "
+            "make the call inside `with graphify.disabled():`"
+        )
+    return specs_of(len(given))(given), overlap(given)
+
+
+# Without it a batched gradient still raises, with torch's own words for a copy under vmap.
+_is_batched: Callable[[Tensor], bool] = getattr(
+    torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
+)
 
 
 class _BackwardRecorder:
@@ -298,7 +324,8 @@ class _BackwardRecorder:
             self.setting.backend.set_rng_state(streams)
 
     def _survey(self) -> Survey:
-        return Survey([(self.setting.name, self.setting.target)], self.patterns.executed)
+        # Which code a backward runs is not known before: hooks, and `backward` methods, are found wherever they are.
+        return Survey([(self.setting.name, self.setting.target)], Executed(everything=True))
 
     def _run(self) -> Sequence[Tensor | None]:
         if self.before is None:

@@ -79,7 +79,10 @@ class Guard:
         for tensor, now, before in zip(self.tensors, self._facts(), self.facts, strict=True):
             if now != before:
                 names = [p.name for p, v in self.places if v is tensor]
-                return Miss(names[0] if names else "a tensor", before, now, True)
+                name = names[0] if names else "a tensor"
+                if now[0] == before[0] and now[1] != before[1]:
+                    return Miss(f"{name}.requires_grad", before[1], now[1], False)
+                return Miss(name, before, now, True)
         raise AssertionError("facts differ but no tensor does")
 
     def _facts(self) -> list[tuple[Any, ...]]:

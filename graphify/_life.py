@@ -280,6 +280,9 @@ class Life:
                 entry.refusal = Refusal("uncapturable", error)
         if entry.patterns is None:
             entry.patterns = self._patterns()
+        mine = {family_key(t) for t in call.tensors}
+        outside = ((key, t) for key, t in watch.outside.items() if key not in mine)
+        entry.patterns.outside = [t for _, t in outside if t.requires_grad]
 
     def _patterns(self) -> Patterns:
         life = weakref.ref(self)

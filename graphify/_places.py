@@ -392,6 +392,8 @@ class Survey:
     def _walk_function(self, function: types.FunctionType, name: str) -> None:
         self._reach(function.__dict__.get("_torchdynamo_orig_callable"), name)
         if not self.executed.ran(function.__code__) or is_library(function.__code__.co_filename):
+            if is_library(function.__code__.co_filename):  # as torch's own decorators are
+                self._reach(function.__dict__.get("__wrapped__"), name)
             return
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._add(Place(cell, key, "cell", key))

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from ._autograd import Ends, Instance, saving
 from ._code import Executed, line_of
@@ -28,6 +29,8 @@ from .errors import CaptureError
 
 __all__ = ["NeedsGradError", "has_gradients", "record"]
 
+_REENTRANT = CheckpointFunction.forward.__code__
+_STATE_READERS = frozenset({"get_rng_state", "get_device_states"})
 _ONCE = "Python runs when a graph is recorded; a replay repeats device work only"
 
 
@@ -82,9 +85,14 @@ class _Recorder:
         self.results: Tree | None = None
         self.instance: Instance | None = None
         self.saved: list[Tensor] = []
-        replaced = self.patterns is not None and setting.backend.nodes_have_streams
-        self.stand_ins = StandIns(t for _, t in self.before.tensors() if replaced and t.requires_grad)
+        self.stand_ins = StandIns(self._needing() if setting.backend.nodes_have_streams else ())
         self.start = torch._C._autograd._get_sequence_nr()
+
+    def _needing(self) -> list[Tensor]:
+        """The outside tensors that the run may take gradients of."""
+        if self.patterns is None:
+            return []
+        return [*(t for _, t in self.before.tensors() if t.requires_grad), *self.patterns.outside]
 
     def graph(self, generators: Sequence[torch.Generator]) -> tuple[Graph, Guard]:
         """Capture, check, plan; undo what Python did when that fails."""
@@ -154,6 +162,7 @@ class _Recorder:
         self._check_arguments()
         self.executed.merge(self.known)
         self.executed.merge(self.watch.executed)
+        self._check_checkpoints()
         self.after = Survey(self.setting.roots(self.call), self.executed)
         self.hidden = [self._hidden(change) for change in self.before.changes(self.after)]
 
@@ -175,6 +184,24 @@ class _Recorder:
                 f"`{self.setting.name}` draws from {drawn}",
                 why=_ONCE,
                 fix="draw outside and pass the number as a tensor, or use torch's generator of the device",
+            )
+
+    def _check_checkpoints(self) -> None:
+        """The state of a generator, kept for a recomputation, would be that of the capture for good."""
+        if self.patterns is None:
+            return
+        ran = [code for code, _ in self.watch.executed.codes.values()]
+        if any(code is _REENTRANT for code in ran):
+            raise CaptureError(
+                f"`{self.setting.name}` uses a reentrant checkpoint",
+                why="its backward is a backward of its own inside another, which only `.backward()` can run",
+                fix="`checkpoint(..., use_reentrant=False)`",
+            )
+        if self.watch.drew and any(code.co_name in _STATE_READERS for code in ran):
+            raise CaptureError(
+                f"`{self.setting.name}` keeps the state of a random generator for its backward",
+                why=_ONCE,
+                fix="`preserve_rng_state=False` for a checkpoint, or no dropout inside it",
             )
 
     def _check_arguments(self) -> None:
@@ -288,9 +315,11 @@ class _Recorder:
         older = [*met, *(t for _, t in self.before.tensors())]
         ends = Ends(statics, self.stand_ins.real, older, self.watch.born)
         self.instance = Instance(self.setting, graph, self.device, self.patterns)
+        self.instance.drew = self.watch.drew
         self.instance.plan(plan.primaries, ends.of(p.tensor for p in plan.primaries), statics)
         self.instance.renew(plan.results, self.saved, outside)
         graph.instance, graph.kept = self.instance, _once([*graph.kept, *self.instance.wanted.outside])
+        self.instance.reads(_once([*graph.kept, *(t for _, t in self.before.tensors())]))
 
     def _result_consts(self, tree: Tree, consts: tuple[object, ...], survey: Survey) -> list[object]:
         """Constants of the result; those that are the caller's own objects become positions."""

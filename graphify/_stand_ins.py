@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -38,8 +38,9 @@ class StandIns:
         swapped: list[tuple[Tensor, Tensor]] = []
         try:
             for pair in self._pairs:
-                self._exchange(pair)
-                swapped.append(pair)
+                with suppress(RuntimeError):  # torch itself has a weak reference, as after `retain_grad()`
+                    self._exchange(pair)
+                    swapped.append(pair)
             yield
         finally:
             for pair in swapped:

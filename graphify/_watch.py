@@ -62,6 +62,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.history: dict[int, Tensor] = {}
         self.backward = False
         self.device_work = False
+        self.drew = False
+        self._seeds: set[int] = set()
         self._task = torch._C._current_graph_task_id()
 
     @classmethod
@@ -92,8 +94,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         found = offence(func, args, kwargs, self.device)
-        if found is not None:
+        if found is not None and not self._is_seed(func, args):
             self.blame(found)
+
+    def _is_seed(self, func: Any, args: Any) -> bool:
+        """CuDNN draws the seed of its dropout state on the device and reads it, once per process: not in a capture."""
+        reads = func is aten._local_scalar_dense.default and not self.strict
+        return reads and family_key(args[0]) in self._seeds
 
     def _check_lifted(self, tensor: Tensor) -> None:
         """`torch.tensor(..., device=...)` copies from the host below every dispatcher; only this shows."""
@@ -147,7 +154,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.undo.before_write(tensor)
 
     def _note_results(self, func: Any, result: Any) -> None:
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         for tensor in tensors_in(result):
+            if func is aten.random_.default and not tensor.dim():
+                self._seeds.add(family_key(tensor))
             if tensor.device.type == self.device.type:
                 self.device_work = True
             key = family_key(tensor)

@@ -29,7 +29,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     0: ("errors",),
     1: (
         *("_ambient", "_binding", "_code", "_composite", "_constants", "_following", "_illegal", "_layout"),
-        *("_signature", "_specs", "_tree", "_tree_code", "stats"),
+        *("_signature", "_specs", "_stand_ins", "_tree", "_tree_code", "stats"),
     ),
     2: ("_grads", "_guards", "_lifted", "_optimizers", "_places", "_pool", "_trial", "_undo", "_watch"),
     3: (
@@ -37,8 +37,8 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
         *("backends._host_reads", "backends._memory", "backends._rng", "backends._tape_record"),
         *("backends._tape_steps", "backends.base", "backends.cuda", "backends.eager", "backends.tape"),
     ),
-    4: ("_entry", "_life", "_record"),
-    5: (),  # _autograd, when there is training
+    4: ("_autograd", "_entry", "_graph", "_instances", "_record"),
+    5: ("_life",),
     6: ("_decorate", "_method", "_module", "_wrapper"),
     7: (
         *("__init__", "__main__", "_demo", "_demo_models", "_doctor", "testing", "testing._changes"),
@@ -78,8 +78,10 @@ ALONG: Mapping[str, tuple[str, ...]] = {
         *("backends._host_reads", "backends._memory", "backends._rng"),
         *("backends._tape_record", "backends._tape_steps", "backends.base"),
     ),
-    "_entry": ("_record",),
-    "_life": ("_entry", "_record"),
+    "_autograd": ("_graph",),
+    "_instances": ("_graph",),
+    "_record": ("_autograd", "_graph"),
+    "_entry": ("_autograd", "_graph", "_instances"),
     "_method": ("_wrapper",),
     "_module": ("_method", "_wrapper"),
     "_decorate": ("_method", "_module", "_wrapper"),

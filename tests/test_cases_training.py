@@ -12,6 +12,7 @@ import pytest
 import torch
 from checks import counts, equal
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -687,3 +688,40 @@ def test_b87_b98_reset_between_forward_and_backward(backend, device):
             yield y, grads(net)
 
     assert counts(*same(train, backend)) == (4, 4, 4, 0, 0)
+
+
+def test_b59_reentrant_checkpointing(backend, device):
+    """Checkpointing of the reentrant kind gives eager's gradients or is refused."""
+    same_or_loud(checkpointed(device, 0.0, False, True), backend)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_b65_forward_mode(backend, device, grad):
+    """Under `forward_ad.dual_level` the plain function runs, and tangents pass through, whatever was captured before."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        net = wrap(mlp(device))
+        with torch.set_grad_enabled(grad):
+            for _ in range(4):
+                yield net(torch.randn(4, 3, device=device)).detach()
+                with forward_ad.dual_level():
+                    x = forward_ad.make_dual(
+                        torch.randn(4, 3, device=device), torch.ones(4, 3, device=device)
+                    )
+                    yield [t.detach() for t in forward_ad.unpack_dual(net(x))]
+
+    assert counts(*same(train, backend)) == (1, 1, 2, 4, 0)
+
+
+def test_b65_batched_gradients(backend, device):
+    """Several gradients at once by `is_grads_batched`, and vectorized Jacobians, are eager's or are refused."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        net = wrap(nn.Linear(3, 2).to(device))
+        for _ in range(5):
+            x = leaf(device, 3)
+            rows = torch.eye(2, device=device)
+            yield torch.autograd.grad(net(x), (x, net.weight), rows, is_grads_batched=True)
+            yield torch.autograd.functional.jacobian(net, x, vectorize=True)
+
+    same_or_loud(train, backend)

@@ -853,3 +853,19 @@ def test_what_was_handed_out_may_be_overwritten(backend, device):
             clear(net)
 
     assert counts(*same(train, backend)) == (1, 1, 6, 0, 0)
+
+
+def test_a_second_backward_where_nothing_was_saved(backend, device):
+    """A function that saves nothing goes backward as often as in eager, without the graph being kept."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        w = leaf(device, 3)
+        f = wrap(lambda x: (x + w).neg())
+        for i in range(6):
+            y = f(torch.randn(3, device=device))
+            for _ in range(3):
+                yield error_of(y.sum().backward), w.grad
+                if i % 2:
+                    f(torch.randn(3, device=device))
+
+    same(train, backend)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from checks import counts, equal, together
 from torch import Tensor, nn
-from training import Wrap, clear, error_of, grads, leaf, mlp, reset, same
+from torch.utils.checkpoint import checkpoint
+from training import Wrap, clear, error_of, grads, leaf, mlp, reset, same, same_or_loud
 
 from graphify import GraphPool, graphify
 
@@ -525,3 +526,99 @@ def test_backward_in_another_thread(backend, device):
             yield grads(net)
 
     assert counts(*same(train, backend)) == (1, 1, 4, 0, 0)
+
+
+def test_data_rebound_before_the_backward(backend, device):
+    """A weight whose `.data` was replaced since the forward gives eager's gradient, or is refused."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        w = leaf(device, 3)
+        f = wrap(lambda x: x * w)
+        for i in range(9):
+            x = leaf(device, 3)
+            y = f(x)
+            if i == 6:
+                w.data = w.detach() * 2
+            y.square().sum().backward()
+            yield grads(x, w)
+
+    same_or_loud(train, backend)
+
+
+def test_parameters_cast_before_the_backward(backend, device):
+    """Parameters that were cast to another dtype since the forward get eager's gradient, or are refused."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        net = wrap(mlp(device))
+        for i in range(14):
+            y = net(torch.randn(4, 3, device=device, dtype=net[0].weight.dtype))
+            if i in (1, 6, 10):
+                net.float() if i == 6 else net.double()
+            y.sum().backward()
+            yield grads(net)
+            clear(net)
+
+    same_or_loud(train, backend)
+
+
+def test_freezing(backend, device):
+    """Layers frozen and thawed between steps get a gradient or None as in eager; each state has its own graph."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        net = wrap(mlp(device))
+        for i in range(24):
+            state = i // 3 % 4
+            net[0].requires_grad_(state in (0, 2))
+            net[2].requires_grad_(state in (0, 1))
+            y = net(torch.randn(4, 3, device=device))
+            if y.requires_grad:
+                y.square().sum().backward()
+            yield y, grads(net)
+            clear(net)
+
+    assert counts(*same(train, backend)) == (4, 4, 16, 0, 0)
+
+
+def test_freezing_at_each_call(backend, device):
+    """A net that is frozen and thawed at every step, as a GAN's often is, replays all the same."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        net = wrap(mlp(device))
+        for i in range(14):
+            net.requires_grad_(i % 2 == 0)
+            x = leaf(device, 4, 3)
+            net(x).square().sum().backward()
+            yield grads(net, x)
+
+    assert counts(*same(train, backend)) == (2, 2, 10, 0, 0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_graphed_block_inside_a_checkpoint(backend, device, reentrant, dropout):
+    """A graphed block may be recomputed by `checkpoint` in the backward, alone or between plain layers."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        block = wrap(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(dropout)).to(device))
+        net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), block, nn.Linear(3, 3), nn.Tanh()).to(device)
+        for _ in range(6):
+            x = leaf(device, 4, 3)
+            y = checkpoint(net, checkpoint(block, x, use_reentrant=reentrant), use_reentrant=reentrant)
+            y.square().sum().backward()
+            yield y, grads(net, x), torch.rand(2, device=device)
+
+    same(train, backend)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_detection(backend, device):
+    """Training under `detect_anomaly` gives eager's gradients."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        net = wrap(mlp(device))
+        for i in range(8):
+            with torch.autograd.set_detect_anomaly(i % 4 > 1):
+                net(torch.randn(4, 3, device=device)).square().sum().backward()
+            yield grads(net)
+
+    same(train, backend)

@@ -214,7 +214,7 @@ class CudaBackend:
     def hand_over(self, tensors: Iterable[Tensor]) -> None:
         """Mark warm-up results as used on the caller's stream."""
         for tensor in tensors:
-            if tensor.is_cuda:
+            if tensor.is_cuda and tensor.layout is torch.strided:
                 # Without lazy conj and neg bits: with one set, torch's `record_stream` damages the host's heap.
                 plain = with_bits(tensor.detach(), tensor)
                 plain.record_stream(torch.cuda.current_stream(tensor.device))
