@@ -10,4 +10,5 @@ from graphify.testing import (
     programs as programs,
     pytrees as pytrees,
     tensors as tensors,
+    training_sequences as training_sequences,
 )

@@ -41,10 +41,11 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     5: ("_life",),
     6: ("_decorate", "_method", "_module", "_wrapper"),
     7: (
-        *("__init__", "__main__", "_demo", "_demo_models", "_doctor", "testing", "testing._changes"),
-        *("testing._compare", "testing._data", "testing._grammar", "testing._matching"),
-        *("testing._programs", "testing._sequences", "testing._statements", "testing._strategies"),
-        *("testing._twins", "testing._worlds", "testing._writer"),
+        *("__init__", "__main__", "_demo", "_demo_models", "_doctor", "testing", "testing._acts"),
+        *("testing._changes", "testing._compare", "testing._data", "testing._grammar"),
+        *("testing._leaves", "testing._matching", "testing._programs", "testing._sequences"),
+        *("testing._statements", "testing._strategies", "testing._trainable", "testing._training"),
+        *("testing._twins", "testing._witness", "testing._worlds", "testing._writer"),
     ),
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
@@ -89,27 +90,35 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "__main__": ("_demo", "_doctor"),
     "testing._worlds": ("testing._compare",),
     "testing._data": ("testing._worlds",),
-    "testing._twins": ("testing._worlds",),
+    "testing._twins": ("testing._witness", "testing._worlds"),
+    "testing._leaves": ("testing._compare", "testing._twins", "testing._worlds"),
+    "testing._acts": ("testing._data", "testing._leaves", "testing._twins"),
     "testing._strategies": ("testing._data",),
     "testing._programs": ("testing._strategies",),
     "testing._changes": ("testing._data", "testing._programs"),
     "testing._writer": ("testing._programs", "testing._strategies"),
     "testing._statements": ("testing._writer",),
+    "testing._trainable": ("testing._writer",),
     "testing._grammar": (
-        "testing._programs",
-        "testing._statements",
-        "testing._strategies",
+        *("testing._programs", "testing._statements", "testing._strategies", "testing._trainable"),
         "testing._writer",
     ),
     "testing._sequences": (
         *("testing._changes", "testing._data", "testing._programs", "testing._strategies"),
         *("testing._twins", "testing._worlds"),
     ),
-    "testing._matching": ("__init__", "testing._compare", "testing._twins", "testing._worlds"),
-    "testing": (
-        *("testing._changes", "testing._data", "testing._grammar", "testing._matching"),
-        *("testing._programs", "testing._sequences", "testing._strategies", "testing._twins"),
+    "testing._training": (
+        *("testing._acts", "testing._changes", "testing._data", "testing._programs"),
+        *("testing._sequences", "testing._strategies", "testing._twins"),
+    ),
+    "testing._matching": (
+        *("__init__", "testing._compare", "testing._leaves", "testing._twins", "testing._witness"),
         "testing._worlds",
+    ),
+    "testing": (
+        *("testing._acts", "testing._changes", "testing._data", "testing._grammar", "testing._matching"),
+        *("testing._programs", "testing._sequences", "testing._strategies", "testing._training"),
+        *("testing._twins", "testing._worlds"),
     ),
 }
 """The imports along a floor that are meant."""

@@ -15,8 +15,23 @@ small random programs and `call_sequences(program)` calls for one; graphify's ow
         program = data.draw(programs())
         calls = data.draw(call_sequences(program))
         assert_matches_eager(make=program.make, calls=calls, loud_ok=True)
+
+`programs(trained=True)` and `training_sequences(program)` draw programs with weights, and calls with the backwards and
+steps of training after them: `Then` with acts such as `Backward` and `Update`, which fit calls of your own as well.
 """
 
+from ._acts import (
+    Backward as Backward,
+    Drop as Drop,
+    Edit as Edit,
+    EditArguments as EditArguments,
+    Gradients as Gradients,
+    HoldGradients as HoldGradients,
+    Hook as Hook,
+    SetGradients as SetGradients,
+    Update as Update,
+    ZeroGradients as ZeroGradients,
+)
 from ._changes import Changes as Changes
 from ._data import Data as Data, Rows as Rows, make_tensor as make_tensor
 from ._grammar import programs as programs
@@ -29,14 +44,23 @@ from ._sequences import (
     call_sequences as call_sequences,
 )
 from ._strategies import Pair as Pair, Record as Record, pytrees as pytrees, tensors as tensors
-from ._twins import Call as Call
+from ._training import training_sequences as training_sequences
+from ._twins import Act as Act, Call as Call, Then as Then
 from ._worlds import Late as Late
 
 __all__ = [
+    "Act",
     "Ambient",
+    "Backward",
     "Call",
     "Changes",
     "Data",
+    "Drop",
+    "Edit",
+    "EditArguments",
+    "Gradients",
+    "HoldGradients",
+    "Hook",
     "Input",
     "Late",
     "Latest",
@@ -44,12 +68,17 @@ __all__ = [
     "Program",
     "Record",
     "Rows",
+    "SetGradients",
     "Spoil",
     "State",
+    "Then",
+    "Update",
+    "ZeroGradients",
     "assert_matches_eager",
     "call_sequences",
     "make_tensor",
     "programs",
     "pytrees",
     "tensors",
+    "training_sequences",
 ]

@@ -92,6 +92,18 @@ def _freeze(twin: Any, name: str, freeze: bool) -> None:
     Place(twin, name).get().requires_grad_(not freeze)
 
 
+def _require(twin: Any, name: str, index: int, flag: bool) -> None:
+    held = Place(twin, name).get()
+    leaves = list(held.parameters()) if isinstance(held, nn.Module) else [held]
+    for leaf in leaves[index % max(1, len(leaves)) :][:1]:
+        leaf.requires_grad_(flag)
+
+
+def _renew(twin: Any, name: str, seed: int) -> None:
+    place = Place(twin, name)
+    place.set(nn.Parameter(_like(place.get(), seed)))
+
+
 def _seed(twin: Any, name: str, seed: int) -> None:
     torch.manual_seed(seed)
 
@@ -109,6 +121,8 @@ _VERBS: dict[str, Callable[..., None]] = {
     "parameter": _parameter,
     "train": _train,
     "freeze": _freeze,
+    "require": _require,
+    "renew": _renew,
     "seed": _seed,
 }
 

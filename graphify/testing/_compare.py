@@ -27,6 +27,7 @@ _ATOMS = (
     range,
     slice,
 )
+_OWN = "has its own memory"
 _SCHEMA = ("dtype", "device", "layout", "shape", "requires_grad")
 
 
@@ -38,6 +39,8 @@ class Comparison:
         self.suffix = ""
         self.pairs: list[tuple[str, Tensor, Tensor]] = []
         self._seen: set[tuple[int, int]] = set()
+        self._gradients: set[int] = set()
+        self._in_gradients = False
 
     def take(self) -> list[str]:
         """The differences since the last time."""
@@ -59,6 +62,12 @@ class Comparison:
         elif self._first_time(eager, graphed):
             self._compound(path, eager, graphed)
 
+    def gradients(self, path: str, eager: Any, graphed: Any) -> None:
+        """Compare gradients: eager's may share memory with each other where the graphed ones are fresh."""
+        outer, self._in_gradients = self._in_gradients, True
+        self.walk(path, eager, graphed)
+        self._in_gradients = outer
+
     def _compound(self, path: str, eager: Any, graphed: Any) -> None:
         if isinstance(eager, Mapping):
             self._mappings(path, eager, graphed)
@@ -78,12 +87,19 @@ class Comparison:
             self._fields(path, dict(_attributes(eager)), dict(_attributes(graphed)))
 
     def _tensors(self, path: str, eager: Tensor, graphed: Tensor) -> None:
+        if self._in_gradients:
+            self._gradients.add(len(self.pairs))
         self.pairs.append((path, eager, graphed))
         if eager is graphed or not self._first_time(eager, graphed):
             return
         self.differences += [f"{path}: {text}" for text in tensor_differences(eager, graphed)]
+        self._gradients_of(path.removesuffix(self.suffix), eager, graphed)
+        if eager._base is not None and graphed._base is not None:
+            self._gradients_of(f"{path.removesuffix(self.suffix)}._base", eager._base, graphed._base)
+
+    def _gradients_of(self, path: str, eager: Tensor, graphed: Tensor) -> None:
         if _is_leaf(eager) and _is_leaf(graphed) and (eager.grad is not None or graphed.grad is not None):
-            self.walk(f"{path.removesuffix(self.suffix)}.grad", eager.grad, graphed.grad)
+            self.gradients(f"{path}.grad", eager.grad, graphed.grad)
 
     def _mappings(self, path: str, eager: Mapping[Any, Any], graphed: Mapping[Any, Any]) -> None:
         if list(eager) != list(graphed):
@@ -124,7 +140,8 @@ class Comparison:
         graphed = _relations([tensor for _, _, tensor in self.pairs])
         for index, (left, right) in enumerate(zip(eager, graphed, strict=True)):
             texts = _relation_text(index, left, paths), _relation_text(index, right, paths)
-            if texts[0] != texts[1]:
+            fresh = index in self._gradients and left[0] == index and texts[1] == _OWN
+            if texts[0] != texts[1] and not fresh:
                 self._differ(paths[index], "aliasing", *texts)
 
 
@@ -234,7 +251,7 @@ def _relation_text(index: int, relation: Relation, paths: list[str]) -> str:
         return f"is {paths[same]}"
     if shared is not None and shared[0] != index:
         return f"shares memory with {paths[shared[0]]} at {shared[1]:+d} bytes"
-    return "has its own memory"
+    return _OWN
 
 
 def _same_type(left: type, right: type) -> bool:

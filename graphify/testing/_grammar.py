@@ -6,8 +6,9 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ._programs import Input, Program, render
-from ._statements import FAMILIES, host_side
+from ._statements import FAMILIES, host_side, write_out
 from ._strategies import need_hypothesis
+from ._trainable import TRAINABLE, weight
 from ._writer import ROWS, WIDTH, Var, Writer
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ TENSORS = [
     Input("", ROWS, "complex64"),
 ]
 BOXES = {"dict": "['t']", "list": "[0]", "tuple": "[1]", "pair": ".left", "record": ".value"}
+_TRAINED = [family for family in FAMILIES if family is not write_out] + TRAINABLE
 
 
 def programs(
@@ -35,6 +37,7 @@ def programs(
     max_statements: int = 10,
     shapes: tuple[str, ...] = ("module", "object", "closure", "global"),
     host_side_percent: int = 10,
+    trained: bool = False,
 ) -> SearchStrategy[Program]:
     """Small random `Program`s: `make()` builds the callable with its state; the repr can be pasted into a test.
 
@@ -43,10 +46,11 @@ def programs(
         shapes: where the state lives: an nn.Module, another object, closure cells, globals.
         host_side_percent: how many contain what no graph can repeat (counting, appending, host reads); expect a
             GraphifyError or eager calls from these.
+        trained: for `training_sequences`: all run in grad mode, most hold leaves that require gradients.
     """
     need_hypothesis()
     strategy: SearchStrategy[Program] = _composite()(
-        (min_statements, max_statements), shapes, host_side_percent
+        (min_statements, max_statements), shapes, host_side_percent, trained
     )
     return strategy
 
@@ -57,17 +61,20 @@ def _composite() -> Any:
 
 
 def _draw_program(
-    draw: DrawFn, sizes: tuple[int, int], shapes: tuple[str, ...], host_side_percent: int
+    draw: DrawFn, sizes: tuple[int, int], shapes: tuple[str, ...], host_side_percent: int, trained: bool
 ) -> Program:
     st = need_hypothesis()
-    w = Writer(draw, draw(st.sampled_from(shapes)))
+    w = Writer(draw, draw(st.sampled_from(shapes)), trained=trained)
+    families = _TRAINED if trained else FAMILIES
     inputs = [_input(w, number) for number in range(w.choose([1, 2, 2, 3]))]
+    if trained and w.chance(70):
+        weight(w)
     for _ in range(draw(st.integers(*sizes))):
-        w.choose(FAMILIES)(w)
+        w.choose(families)(w)
     if w.chance(host_side_percent):
         host_side(w)
     for _ in range(w.choose([0, 1, 2])):
-        w.choose(FAMILIES)(w)
+        w.choose(families)(w)
     w.body.append(f"return {_result(w)}")
     return _finish(w, inputs)
 

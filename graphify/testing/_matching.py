@@ -13,12 +13,16 @@ from .. import graphify, handle
 from ..errors import GraphifyError
 from ..stats import Stats
 from ._compare import Comparison
-from ._twins import Call, Outcome, Twin
+from ._leaves import align, forget
+from ._twins import Act, Call, Done, Outcome, Then, Twin
+from ._witness import Witness
 from ._worlds import Rng, World, refuse_shared_state
 
 __all__ = ["assert_matches_eager"]
 
 _SHOWN = 8
+_LATEST = 3  # what acts change is here; the next call looks at all that was ever handed out
+_MODIFIED = "modified by an inplace operation"
 
 
 def assert_matches_eager(
@@ -70,11 +74,14 @@ def assert_matches_eager(
         worlds = _worlds(target, make, place)
         decorate: Any = graphify
         entry = (graphed or decorate(backend=backend, **options))(worlds[1].twin)
-        pair = _Pair(Twin(worlds[0], worlds[0].twin), Twin(worlds[1], entry), check_state, loud_ok)
+        trained = any(isinstance(call.after, Then) for call in sequence)
+        eager = Twin(worlds[0], worlds[0].twin, Witness() if trained else None)
+        pair = _Pair(eager, Twin(worlds[1], entry), check_state, loud_ok)
         for number, call in enumerate(sequence, 1):
             if options.get("outputs") == "static":
                 pair.forget()
             pair.run(call, f"call {number} of {len(sequence)}")
+        pair.finish()
     finally:
         found.restore()
     controls = _controls(entry)
@@ -123,6 +130,7 @@ class _Pair:
     ) -> None:
         self.eager, self.graphed = eager, graphed
         self.check_state, self.loud_ok = check_state, loud_ok
+        self.pending = ""
 
     def run(self, call: Call, title: str) -> None:
         """Make one call on both and compare; once more when the call's owner did something with the result."""
@@ -135,10 +143,53 @@ class _Pair:
         self.eager.accept(eager)
         self.graphed.accept(graphed)
         self._compare(title, graphed.error)
-        if call.after is not None and eager.error is None:
-            self.eager.after(call, eager)
-            self.graphed.after(call, graphed)
-            self._compare(f"{title}, after()", None)
+        if call.after is None or eager.error is not None:
+            return
+        if isinstance(call.after, Then):
+            for act in call.after.acts:
+                self._act(act, f"{title}, {act!r}")
+            return
+        self.eager.after(call, eager)
+        self.graphed.after(call, graphed)
+        self._compare(f"{title}, after()", None)
+
+    def _act(self, act: Act, title: str) -> None:
+        """Do one act on both; where eager raises, gradients are half made and count for nothing."""
+        __tracebackhide__ = True
+        held = len(self.eager.held)
+        eager = self.eager.perform(act)
+        if eager.error is not None and act.optional:
+            return
+        graphed = self.graphed.perform(act)
+        if eager.error is None and graphed.error is None:
+            align(act, self.eager, self.graphed)
+            self.pending = title if act.quiet else ""
+        else:
+            self._judge_act(eager, graphed, title)
+            for twin in (self.eager, self.graphed):
+                del twin.held[held:]
+                forget(act, twin)
+            self.pending = ""
+        if not self.pending:
+            self._compare(title, graphed.error, latest=_LATEST)
+
+    def finish(self) -> None:
+        """Compare what the last acts left."""
+        __tracebackhide__ = True
+        if self.pending:
+            self._compare(self.pending, None)
+
+    def _judge_act(self, eager: Done, graphed: Done, title: str) -> None:
+        __tracebackhide__ = True
+        if _same_error(eager.error, graphed.error):
+            return
+        if eager.modified and _MODIFIED in str(graphed.error):
+            return
+        if eager.error is None and isinstance(graphed.error, GraphifyError):
+            self._judge(graphed.error, title)
+            return
+        line = f"exception: eager {_named(eager.error)}, graphed {_named(graphed.error)}"
+        raise AssertionError(f"{title} differs from eager:\n  {line}") from graphed.error
 
     def forget(self) -> None:
         """Let both twins' results go."""
@@ -150,11 +201,11 @@ class _Pair:
         if not (self.loud_ok(error) if callable(self.loud_ok) else self.loud_ok):
             raise AssertionError(f"{title}: eager succeeds, graphed raised {_named(error)}") from error
 
-    def _compare(self, title: str, cause: Exception | None) -> None:
+    def _compare(self, title: str, cause: Exception | None, latest: int = 0) -> None:
         __tracebackhide__ = True
         eager, graphed = self.eager.outcomes[-1], self.graphed.outcomes[-1]
         lines = _error_differences(eager.error, graphed.error)
-        lines = lines or self._object_differences() + _ambient_differences(eager, graphed)
+        lines = lines or self._object_differences(latest) + _ambient_differences(eager, graphed)
         lines += [
             f"rng: the state of {name} differs" for name in self.eager.rng.differences(self.graphed.rng)
         ]
@@ -163,23 +214,29 @@ class _Pair:
             text = "\n  ".join([f"{title} differs from eager:", *lines[:_SHOWN], *hidden])
             raise AssertionError(text) from cause
 
-    def _object_differences(self) -> list[str]:
-        """State first, results last for "shares memory with"; the latest result first in the message."""
+    def _object_differences(self, latest: int) -> list[str]:
+        """State first, results last for "shares memory with"; the latest result first in the message.
+
+        Of the calls only the latest so many, 0 for all.
+        """
         both = Comparison()
         sections = [self._state(both)]
-        outcomes = list(zip(self.eager.outcomes, self.graphed.outcomes, strict=True))
-        for number, (eager, graphed) in enumerate(outcomes, 1):
-            suffix = "" if number == len(outcomes) else f" of call {number}"
-            both.suffix = suffix
+        made = enumerate(zip(self.eager.outcomes, self.graphed.outcomes, strict=True), 1)
+        last, outcomes = len(self.eager.outcomes), list(made)[-latest:]
+        for number, (eager, graphed) in outcomes:
+            both.suffix = "" if number == last else f" of call {number}"
             for index, (left, right) in enumerate(zip(eager.args, graphed.args, strict=True)):
                 both.walk(f"args[{index}]", left, right)
             for name, left in eager.kwargs.items():
                 both.walk(f"kwargs[{name!r}]", left, graphed.kwargs[name])
             sections.append(both.take())
-        for number, (eager, graphed) in enumerate(outcomes, 1):
-            both.suffix = "" if number == len(outcomes) else f" of call {number}"
+        for number, (eager, graphed) in outcomes:
+            both.suffix = "" if number == last else f" of call {number}"
             both.walk("output", eager.value, graphed.value)
             sections.append(both.take())
+        both.suffix = ""
+        both.gradients("held", self.eager.held, self.graphed.held)
+        sections.append(both.take())
         both.compare_aliasing()
         return [line for section in reversed(sections) for line in section] + both.take()
 

@@ -33,7 +33,7 @@ class Input(NamedTuple):
 
 
 class State(NamedTuple):
-    """Something that the program holds: "float", "flag", "word", "tensor", "module", "dict", "note" (an object), ..."""
+    """Something that the program holds: "float", "flag", "word", "tensor", "module", "weight", "dict", "note" (an object), ..."""
 
     name: str
     kind: str

@@ -20,7 +20,7 @@ from ._worlds import Late, World, reachable
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
 
-__all__ = ["Ambient", "Latest", "Spoil", "call_sequences"]
+__all__ = ["Ambient", "Drawer", "Latest", "Setting", "Spoil", "call_sequences"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Latest(Late):
 
 
 @dataclass(frozen=True)
-class _Setting:
+class Setting:
     """What calls of one signature share."""
 
     n: int
@@ -88,9 +88,10 @@ class _Setting:
     overlapping: bool = False
     inference: bool = False
     requires_grad: bool = False
+    needing: frozenset[str] = frozenset()
 
 
-class _Drawer:
+class Drawer:
     """Draws settings and calls for one program."""
 
     def __init__(self, draw: DrawFn, program: Program, device: str) -> None:
@@ -109,9 +110,9 @@ class _Drawer:
         self.seeds += 1
         return self.seeds
 
-    def setting(self, modes: tuple[str, ...]) -> _Setting:
+    def setting(self, modes: tuple[str, ...]) -> Setting:
         program, mode = self.program, self.choose(modes)
-        return _Setting(
+        return Setting(
             n=self.choose([3, 4, 2, max(1, program.min_n)]),
             mode=mode,
             layouts=tuple(self._layout(item) for item in program.inputs),
@@ -122,7 +123,12 @@ class _Drawer:
             overlapping=self.chance(20),
             inference=mode == "inference" and self.chance(30),
             requires_grad=mode == "grad" and self.chance(30),
+            needing=self.needing(),
         )
+
+    def needing(self) -> frozenset[str]:
+        """The inputs that require gradients, where only some do."""
+        return frozenset()
 
     def _layout(self, item: Input) -> str:
         shape, dtype = _shape(item, 3), getattr(torch, item.dtype)
@@ -131,15 +137,9 @@ class _Drawer:
         odd = [name for name in names if fits(name, shape, dtype)]
         return str(self.choose(odd)) if self.chance(30) else "contiguous"
 
-    def call(self, number: int, setting: _Setting) -> Call:
-        """One call; rarely with the very tensors of the last call of this setting, or with a result."""
-        values = self.previous.get(number) if self.chance(10) else None
-        values = self._values(setting) if values is None else values
-        self.previous[number] = values
-        first = self.program.inputs[0]
-        if not first.box and not first.written and self.chance(10) and isinstance(values[0], Data):
-            values = [Latest(values[0]), *values[1:]]
-        args, kwargs = self._bind(setting, values)
+    def call(self, number: int, setting: Setting) -> Call:
+        """One call, and perhaps something before and after it."""
+        args, kwargs = self.arguments(number, setting)
         return Call(
             args,
             kwargs,
@@ -148,7 +148,17 @@ class _Drawer:
             after=Spoil() if self.chance(15) else None,
         )
 
-    def _values(self, setting: _Setting) -> list[Any]:
+    def arguments(self, number: int, setting: Setting) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What to pass; rarely the very tensors of the last call of this setting, or a result."""
+        values = self.previous.get(number) if self.chance(10) else None
+        values = self._values(setting) if values is None else values
+        self.previous[number] = values
+        first = self.program.inputs[0]
+        if not first.box and not first.written and self.chance(10) and isinstance(values[0], Data):
+            values = [Latest(values[0]), *values[1:]]
+        return self._bind(setting, values)
+
+    def _values(self, setting: Setting) -> list[Any]:
         inputs = self.program.inputs
         values: list[Any] = [
             self._datum(item, layout, setting) for item, layout in zip(inputs, setting.layouts, strict=True)
@@ -159,7 +169,7 @@ class _Drawer:
             values[rows[0]], values[rows[1]] = Rows(base, 0, setting.n), Rows(base, 1, setting.n + 1)
         return [_boxed(item.box, value) for item, value in zip(inputs, values, strict=True)]
 
-    def _datum(self, item: Input, layout: str, setting: _Setting) -> Data:
+    def _datum(self, item: Input, layout: str, setting: Setting) -> Data:
         dtype = getattr(torch, item.dtype)
         shape = _shape(item, setting.n)
         return Data(
@@ -172,7 +182,7 @@ class _Drawer:
             inference=setting.inference,
         )
 
-    def _bind(self, setting: _Setting, values: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _bind(self, setting: Setting, values: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         named = {item.name: value for item, value in zip(self.program.inputs, values, strict=True)}
         kept = {name: value for name, value in named.items() if name not in setting.omitted}
         scalars = dict(setting.scalars)
@@ -225,7 +235,7 @@ def _composite() -> Any:
 
 
 def _draw_calls(draw: DrawFn, program: Program, counts: tuple[int, int], device: str) -> list[Call]:
-    drawer = _Drawer(draw, program, device)
+    drawer = Drawer(draw, program, device)
     groups = [("no_grad",), ("inference",), ("no_grad", "inference"), ("no_grad", "grad"), ("grad",)]
     modes = drawer.choose([group for group in groups if set(group) <= set(program.modes)])
     settings = [drawer.setting(modes) for _ in range(drawer.choose([1, 1, 2]))]

@@ -271,7 +271,8 @@ def write_state(w: Writer) -> None:
     buf = w.hold("buf", "tensor", f"torch.linspace(0.0, 1.0, {WIDTH})")
     texts = [f"{buf}.add_(1.0)", f"{buf}.mul_(0.5)"]
     if var := w.floats((WIDTH,)):
-        texts += [f"{buf}.copy_({var.name})", f"{buf}.lerp_({var.name}.float(), 0.1)"]
+        kept = w.kept(var)
+        texts += [f"{buf}.copy_({kept})", f"{buf}.lerp_({kept}.float(), 0.1)"]
     w.body.append(w.choose(texts))
 
 
@@ -281,7 +282,7 @@ def write_cache(w: Writer) -> None:
     index = w.find(lambda var: var.dtype == "int64" and var.dims == ("n",))
     if rows and index:
         table = w.hold("table", "tensor", f"torch.arange(16.0).view({WIDTH}, {WIDTH})")
-        w.body.append(w.choose(CACHE_WRITES).format(table, index.name, rows.name))
+        w.body.append(w.choose(CACHE_WRITES).format(table, index.name, w.kept(rows)))
         w.let(f"{table}[:2]", (2, WIDTH), "float32", frozenset({"table"}))
 
 
@@ -323,14 +324,13 @@ def branch(w: Writer) -> None:
 def block(w: Writer) -> None:
     """Work inside no_grad, inference_mode, enable_grad or autocast."""
     if var := w.floats(ROWS):
-        opening = w.choose(
-            [
-                "torch.no_grad()",
-                "torch.enable_grad()",
-                f"torch.autocast({var.name}.device.type, torch.bfloat16)",
-                "torch.inference_mode()",
-            ]
-        )
+        openings = [
+            "torch.no_grad()",
+            "torch.enable_grad()",
+            f"torch.autocast({var.name}.device.type, torch.bfloat16)",
+            "torch.inference_mode()",
+        ]
+        opening = w.choose(openings[:3] if w.trained else openings)
         name, inference = f"h{len(w.variables)}", "inference" in opening
         if inference:
             w.forbid("grad")
@@ -345,14 +345,14 @@ def block(w: Writer) -> None:
 def helper(w: Writer) -> None:
     """A function beside the program that reads a global of its own."""
     if var := w.floats():
-        w.helpers = ["FACTOR = 3.0", "def helper(value):", "    return value * FACTOR"]
+        w.help(["FACTOR = 3.0", "def helper(value):", "    return value * FACTOR"])
         w.let(f"helper({var.name})", var.dims, var.dtype)
 
 
 def remember(w: Writer) -> None:
     """Bind an attribute, cell or global to a result of this call."""
     if var := w.floats():
-        w.body.append(f"{w.store('last', 'nothing', 'None')} = {var.name}")
+        w.body.append(f"{w.store('last', 'nothing', 'None')} = {w.kept(var)}")
 
 
 def refuse(w: Writer) -> None:

@@ -5,15 +5,52 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import nn
 
+from ._witness import Witness
 from ._worlds import Rng, World
 
-__all__ = ["Call", "Outcome", "Twin"]
+__all__ = ["Act", "Call", "Done", "Outcome", "Then", "Twin"]
+
+
+class Act:
+    """Something that the owner of results does after a call, seeing the whole of its twin's world."""
+
+    optional = False
+    """Whether it is left out on the graphed side where eager raises; it must then raise before it has any effect."""
+    quiet = False
+    """Whether the next comparison is soon enough: nothing that it shows is gone by then."""
+
+    def __call__(self, twin: Twin) -> None:
+        """Do it in this twin's world."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        named = [f"{item.name}={getattr(self, item.name)!r}" for item in fields(self) if self._differs(item)]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(named)})"
+
+    def _differs(self, item: Any) -> bool:
+        return bool(getattr(self, item.name) != item.default)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
+
+@dataclass(frozen=True)
+class Then:
+    """What the owner of results does after a call, one act after the other on both twins."""
+
+    acts: tuple[Act, ...]
+
+    def __repr__(self) -> str:
+        return f"Then({self.acts!r})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
 
 
 @dataclass
@@ -27,14 +64,14 @@ class Call:
 
     `args` and `kwargs` are copied for each twin (`Late` looks one up instead). `before(twin)` runs first, on each
     twin; what it assigns must be made inside, or the twins share it. `context()` makes the context manager around
-    the call. `after(twin, output)` runs last, unless the call raised.
+    the call. `after(twin, output)` runs last, unless the call raised; `Then` in its place makes acts of training.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     before: Callable[[Any], object] | None = None
     context: Callable[[], AbstractContextManager[Any]] | None = None
-    after: Callable[[Any, Any], object] | None = None
+    after: Callable[[Any, Any], object] | Then | None = None
 
 
 @dataclass
@@ -48,11 +85,23 @@ class Outcome:
     ambient: dict[str, object] = field(default_factory=dict)
 
 
-class Twin:
-    """One side of the comparison; `entry` is what is called, the eager twin's being the plain callable."""
+@dataclass
+class Done:
+    """How an act ended; `modified`: plain eager would have raised, for something saved was written since."""
 
-    def __init__(self, world: World, entry: Callable[..., Any]) -> None:
-        self.world, self.entry = world, entry
+    error: RuntimeError | None = None
+    modified: bool = False
+
+
+class Twin:
+    """One side of the comparison; `entry` is what is called, the eager twin's being the plain callable.
+
+    `held` is what acts keep to be compared. A `witness` stands by an eager twin that is trained.
+    """
+
+    def __init__(self, world: World, entry: Callable[..., Any], witness: Witness | None = None) -> None:
+        self.world, self.entry, self.witness = world, entry, witness
+        self.held: list[Any] = []
         self.plain: Any = world.twin
         self.subject = entry if isinstance(entry, nn.Module) else self.plain
         self.outcomes: list[Outcome] = []
@@ -80,21 +129,42 @@ class Twin:
 
     def after(self, call: Call, outcome: Outcome) -> None:
         """Let the call's owner do what it does with the result."""
-        assert call.after is not None
+        assert callable(call.after)
         self.rng.restore()
         call.after(self.subject, outcome.value)
         self.rng = Rng(self.world.device)
 
+    def perform(self, act: Act) -> Done:
+        """Do this act; what autograd raises is compared with the other twin's."""
+        done = Done()
+        if not act.quiet:
+            self.rng.restore()
+        if self.witness is not None:
+            self.witness.modified = False
+        try:
+            act(self)
+        except RuntimeError as error:
+            done.error = error
+        done.modified = self.witness is not None and self.witness.modified
+        if not act.quiet:
+            self.rng = Rng(self.world.device)
+        return done
+
+    def drop(self, number: int) -> None:
+        """Let go of one result; a negative number counts from the latest."""
+        self.outcomes[number].value = self.world.outputs[number] = None
+
     def forget(self) -> None:
         """Let go of the results so far."""
-        for index, outcome in enumerate(self.outcomes):
-            outcome.value = self.world.outputs[index] = None
+        for number in range(len(self.outcomes)):
+            self.drop(number)
 
     def _attempt(
         self, entry: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
     ) -> Outcome:
         outcome = Outcome(args, kwargs)
-        with (call.context or contextlib.nullcontext)():
+        witnessed = contextlib.nullcontext if self.witness is None else self.witness.standing_by
+        with (call.context or contextlib.nullcontext)(), witnessed():
             try:
                 outcome.value = entry(*args, **kwargs)
             except Exception as error:  # compared with the other twin's

@@ -130,12 +130,14 @@ def reachable(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _in_slots(value: Any) -> list[Any]:
-    slots = (k for cls in type(value).__mro__ for k, v in vars(cls).items() if _is_slot(v))
-    return [getattr(value, slot) for slot in slots if hasattr(value, slot)]
+    kind: Any = type(value)
+    return [getattr(value, slot) for slot in _slots_of(kind) if hasattr(value, slot)]
 
 
-def _is_slot(found: Any) -> bool:
-    return isinstance(found, types.MemberDescriptorType)
+@functools.lru_cache(256)
+def _slots_of(kind: Any) -> tuple[str, ...]:
+    described = [item for cls in kind.__mro__ for item in vars(cls).items()]
+    return tuple(name for name, found in described if isinstance(found, types.MemberDescriptorType))
 
 
 def refuse_shared_state(target: Any) -> None:

@@ -32,10 +32,10 @@ class Var(NamedTuple):
 class Writer:
     """Draws statements one by one and keeps the books: variables, state, inputs written to, modes allowed."""
 
-    def __init__(self, draw: DrawFn, shape: str) -> None:
+    def __init__(self, draw: DrawFn, shape: str, *, trained: bool = False) -> None:
         self._st = need_hypothesis()
         self._draw = draw
-        self.shape = shape
+        self.shape, self.trained = shape, trained
         self.body: list[str] = []
         self.variables: list[Var] = []
         self.state: dict[str, State] = {}
@@ -82,6 +82,15 @@ class Writer:
         if name not in self.stores:
             self.stores.append(name)
         return self.hold(name, kind, init)
+
+    def help(self, lines: list[str]) -> None:
+        """Write something beside the program, once."""
+        if lines[0] not in self.helpers:
+            self.helpers += lines
+
+    def kept(self, var: Var) -> str:
+        """How to write down what stays after the call: where gradients are taken, mostly without its history."""
+        return f"{var.name}.detach()" if self.trained and self.chance(90) else var.name
 
     def forbid(self, mode: str) -> None:
         """Note that the program does not run in this mode."""
