@@ -284,7 +284,7 @@ def _no_hooks(_: bool) -> None:
 
 
 _hooks = _first("_C._autograd._top_saved_tensors_default_hooks")
-_saved_hooks: Callable[[bool], Any] = _no_hooks if _hooks is None else _hooks
+_saved_hooks: Callable[..., Any] = _no_hooks if _hooks is None else _hooks
 
 inactive = _inactive_by(_probes(private=True))
 

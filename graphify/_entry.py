@@ -14,6 +14,7 @@ from ._graph import Graph
 from ._guards import Guard, Miss
 from ._instances import Instances
 from ._layout import family_key
+from ._places import Place
 from ._tree import Tree
 
 __all__ = ["Entry", "Refusal", "Table", "host_value"]
@@ -39,6 +40,9 @@ class Entry:
         self.guard: Guard | None = None
         self.graph: Graph | Instances | None = None
         self.patterns: Patterns | None = None
+        self.whole = False
+        self.numbers: list[Place] = []
+        self.built = 0
         self.refusal: Refusal | None = None
         self.scalars: tuple[tuple[int, Any], ...] = ()
         self.staged: frozenset[int] = frozenset()
@@ -60,12 +64,24 @@ class Entry:
 
     def trust(self, guard: Guard) -> None:
         """Check this guard before each use from now on."""
-        self.guard, self.holds = guard, guard.holds
+        self.guard = guard
+        self._rearm()
+
+    def _rearm(self) -> None:
+        assert self.guard is not None, "there is a guard to check"
+        step, holds = self.graph.step if self.graph is not None else None, self.guard.holds
+        self.holds = holds if step is None else lambda: holds() and step.holds()
+
+    def release(self, place: Place) -> None:
+        """What this place holds is no part of the signature any more."""
+        if self.guard is not None:
+            self.guard.release(place.id)
+            self._rearm()
 
     def settle(self, graph: Graph | Instances, guard: Guard) -> None:
         """The signature has its graph."""
-        self.trust(guard)
         self.graph, self.wait = graph, 0
+        self.trust(guard)
         self._watch_arguments()
 
     def expect(self, tensors: Sequence[Tensor], hosts: Iterable[int]) -> None:
@@ -84,13 +100,17 @@ class Entry:
         """What the guard finds changed."""
         assert self.guard is not None
         found = self.guard.miss()
-        self.holds = self.guard.holds
+        if found is None and self.graph is not None and self.graph.step is not None:
+            found = self.graph.step.miss()
+        self._rearm()
         return found
 
     def drop(self) -> None:
         """Let go of the graph; it is freed once no thread is in the middle of its replay."""
         self.graph = None
         self.matches = _never
+        if self.guard is not None:
+            self._rearm()
         self._watch_arguments()
 
     def end(self) -> None:

@@ -38,6 +38,10 @@ class Grads:
         """Whether this leaf's `.grad` was noted."""
         return id(tensor) in self._names
 
+    def families(self) -> set[int]:
+        """The memory of the gradients that there were."""
+        return {family_key(grad) for _, grad in self._before if grad is not None}
+
     def restore(self) -> None:
         """Put every `.grad` back; the memory of it is not this one's business."""
         for tensor, grad in self._before:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ._inputs import StaticInputs
 from ._places import Place
@@ -15,6 +16,7 @@ from ._pool import GraphPool
 from ._results import ResultPlan, lending
 from ._signature import TensorSpec
 from ._tree import Tree
+from ._whole_step import WholeStep
 from .backends.base import STALE, Backend, Recording
 from .errors import StaleOutputError
 
@@ -52,6 +54,8 @@ class Order(NamedTuple):
     staged: frozenset[int] = frozenset()
     patterns: Any = None
     """What backwards of this signature share, where the warm-up's results needed gradients."""
+    numbers: Sequence[Place] | None = None
+    """For a step with a backward or an optimizer inside: the optimizer's floats that change between calls."""
 
 
 @dataclass
@@ -64,6 +68,8 @@ class Setting:
     backend: Backend
     pool: GraphPool
     static_outputs: bool
+    optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
+    """Those that stepped in a run although no name leads to them."""
 
     def run(self, values: tuple[Any, ...]) -> Any:
         """Call the target with one value per parameter."""
@@ -71,7 +77,7 @@ class Setting:
 
     def roots(self, call: Call) -> list[tuple[str, Any]]:
         """Where a survey of what the target can read begins."""
-        return [(self.name, self.target), *call.opaque()]
+        return [(self.name, self.target), *call.opaque(), *self.optimizers]
 
 
 class Instance(Protocol):
@@ -100,6 +106,7 @@ class Graph:
         self.kept: list[Tensor] = []
         self.bumped: list[Tensor] = []
         self.instance: Instance | None = None
+        self.step: WholeStep | None = None
         self.unguarded: tuple[str, ...] = ()
         self.replays = 0
         self.seconds = 0.0
@@ -111,6 +118,8 @@ class Graph:
             self.order(self.memory)
             if not staged:
                 self._stage(tensors)
+            if self.step is not None:
+                self.step.refill()
             if pool.retired:
                 pool.retire()
             fresh = self.launch()
@@ -118,6 +127,8 @@ class Graph:
                 tensors[index].copy_(static)
             if self.bumped:
                 torch.autograd.graph.increment_version(self.bumped)
+            if self.step is not None:
+                self.step.apply()
             self.replays += 1
             return self.deliver(tensors, fresh, values)
 

@@ -69,11 +69,16 @@ class Guard:
                 return Miss(f"len({name})", size, len(container), False)
         for bulk in self.bulk:
             if bulk.read() != bulk.content:
-                return Miss(bulk.name, bulk.content, bulk.read(), False)
+                return Miss(bulk.name, bulk.content, bulk.read(), bulk.moved)
         if self._facts() != self.facts:
             return self._moved()
         self.holds = self._generate()
         return None
+
+    def release(self, place: tuple[int, Any]) -> None:
+        """Compare this place no longer."""
+        self.places = [(p, v) for p, v in self.places if p.id != place]
+        self.holds = self._generate()
 
     def _moved(self) -> Miss:
         for tensor, now, before in zip(self.tensors, self._facts(), self.facts, strict=True):

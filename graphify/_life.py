@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ._autograd import Patterns
 from ._code import Executed, user_frame
@@ -20,6 +21,9 @@ from ._graph import Call, Graph, Order, Setting
 from ._guards import Guard
 from ._instances import MOST, Instances
 from ._layout import family_key
+from ._lifted import numbers_of
+from ._numbers import Numbers
+from ._optimizers import UnbuiltError, refusal_of, refused_code, steps
 from ._options import Options
 from ._places import Survey
 from ._record import NeedsGradError, has_gradients, record
@@ -40,8 +44,8 @@ _ASKS = "is_current_stream_capturing"
 _QUIET = frozenset({"cpu", "disabled", "nested", "compiling", "functorch", "mode", "evicted"})
 _GRAD = Refusal(
     "grad",
-    advice="its results need gradients, and training is not captured yet: call it under torch.no_grad() or "
-    "torch.inference_mode(), or detach the results",
+    advice="its results need gradients in some calls of one kind and in others not: detach them, or call it under "
+    "torch.no_grad() or torch.inference_mode()",
 )
 _TANGLED = Refusal(
     "views",
@@ -74,6 +78,7 @@ class Life:
         self._lost = 0
         self._scalars: dict[Any, set[tuple[Any, ...]]] = {}
         self._scalars_are_read = False
+        self._numbers = Numbers()
 
     # -- finding
 
@@ -86,11 +91,25 @@ class Life:
     def find(self, table: Table, key: Any, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Entry:
         """The entry that speaks of this call; a new one when none does."""
         for entry in list(table.entries.get(key, ())):
-            if entry.fits(tensors):
+            if entry.fits(tensors) or (self._lift(entry) and entry.fits(tensors)):
                 entry.used = next(self._clock)
                 return entry
             self._note_miss(entry)
         return self._new(table, key, Call(table.tree, values, tensors))
+
+    def _lift(self, entry: Entry) -> bool:
+        """An optimizer's float that changes is a value no longer: its next recording has a tensor in its place."""
+        changed = False
+        while entry.guard is not None and (miss := entry.miss()) is not None:
+            place = next((p for p in entry.numbers if p.name == miss.name), None)
+            if place is None or not self._numbers.lift(place, entry.device_or_raise()):
+                break
+            entry.release(place)
+            changed = True
+        if changed and entry.graph is not None:
+            self._retire(entry)
+            entry.drop()
+        return changed
 
     def _note_miss(self, entry: Entry) -> None:
         """Forget an entry whose tensors have moved: its graph would read memory that is no longer meant."""
@@ -180,7 +199,7 @@ class Life:
     def advance(self, entry: Entry, call: Call) -> Any:
         """Make this call's result by the way that brings its signature nearer to a graph."""
         if entry.refusal is None and entry.warmed >= self.options.warmup:
-            self._check_rebinds(entry)
+            entry.refusal = self._too_often(entry)
         if entry.refusal is not None:
             return self._refuse(entry.refusal, call)
         if entry.wait > 0:
@@ -193,14 +212,16 @@ class Life:
                 return self._warm_up(entry, call)
             return self._record(entry, call)
 
-    def _check_rebinds(self, entry: Entry) -> None:
+    def _too_often(self, entry: Entry) -> Refusal | None:
+        """Why no graph is worth it: something that a graph must take as fixed changes again and again."""
         for name, times in self._rebinds.items():
             if times >= _RETRIES:
-                entry.refusal = Refusal(
+                return Refusal(
                     "rebound",
                     advice=f"`{name}` is re-bound to another tensor again and again, and a graph reads fixed "
                     "memory: write into one tensor with `copy_`, or pass it as an argument",
                 )
+        return self._numbers.refusal(entry.numbers)
 
     def _refuse(self, refused: Refusal, call: Call) -> Any:
         if refused.error is not None and self.options.fallback == "raise":
@@ -233,10 +254,10 @@ class Life:
         watch = Watch(entry.device_or_raise(), undo=before.log if before is not None else None)
         # A run with autograd stays on the caller's stream: its nodes remember the stream for the backward.
         aside = not torch.is_grad_enabled()
-        with backend.scope(watch.device, aside=aside), watching(watch, backend.listen):
+        with backend.scope(watch.device, aside=aside), watching(watch, backend.listen), steps() as found:
             result = self.setting.run(call.values)
         backend.hand_over(tensors_of(result))
-        self._learn(entry, call, watch, result)
+        self._learn(entry, call, watch, result, found)
         if entry.refusal is not None and entry.refusal.error is not None:
             if before is not None:
                 before.undo()
@@ -253,20 +274,42 @@ class Life:
     def _known_generators(self) -> list[torch.Generator]:
         return list(self.generators.values())
 
-    def _learn(self, entry: Entry, call: Call, watch: Watch, result: Any) -> None:
+    def _learn(
+        self, entry: Entry, call: Call, watch: Watch, result: Any, stepped: Sequence[Optimizer]
+    ) -> None:
         self.executed.merge(watch.executed)
         self.generators.update(watch.generators)
         entry.warmed += 1
-        survey = Survey(self.setting.roots(call), self.executed)
-        entry.trust(Guard(survey, outside=(), written=set(), device=watch.device))
-        if watch.offences and _ASKS not in self.executed.loads():
-            entry.refusal = Refusal("uncapturable", watch.offences[0])
-        elif watch.backward:
-            entry.refusal = _GRAD
-        elif has_gradients(result):
-            self._learn_gradients(entry, call, watch)
+        survey = self._survey_with(call, stepped)
+        entry.numbers = numbers_of(survey.optimizers)
+        lifted = {place.id for place in self._numbers.lifted(entry.numbers)}
+        entry.trust(Guard(survey, outside=(), written=lifted, device=watch.device))
+        offence = self._offence(watch, stepped)
+        if offence is not None:
+            entry.refusal = Refusal("uncapturable", offence)
         elif not watch.device_work and not call.tensors:
             entry.refusal = Refusal("cpu")
+        else:
+            entry.whole = watch.backward or bool(stepped)
+            if has_gradients(result):
+                self._learn_gradients(entry, call, watch)
+
+    def _survey_with(self, call: Call, stepped: Sequence[Optimizer]) -> Survey:
+        """What a run can reach, its optimizers included, whether or not a name leads to them."""
+        survey = Survey(self.setting.roots(call), self.executed)
+        unknown = [optimizer for optimizer in stepped if not survey.holds(optimizer)]
+        if not unknown:
+            return survey
+        self.setting.optimizers += [(type(optimizer).__name__, optimizer) for optimizer in unknown]
+        return Survey(self.setting.roots(call), self.executed)
+
+    def _offence(self, watch: Watch, stepped: Sequence[Optimizer]) -> CaptureError | None:
+        """Why a run like this one can never be captured, the clearest reason first."""
+        refused = (refusal_of(optimizer, watch.device) for optimizer in stepped)
+        found = refused_code(watch.executed) or next((e for e in refused if e is not None), None)
+        if found is None and watch.offences and _ASKS not in self.executed.loads():
+            found = watch.offences[0]
+        return found
 
     def _learn_gradients(self, entry: Entry, call: Call, watch: Watch) -> None:
         """The results need gradients: a backward will be recorded, too."""
@@ -310,9 +353,13 @@ class Life:
         try:
             self._make_graph(entry, call)
         except NeedsGradError:
-            entry.refusal = _GRAD
+            return self._once_more(entry, call)
         except TangledError:
             entry.refusal = _TANGLED
+        except UnbuiltError as error:
+            if entry.built < _RETRIES:
+                return self._once_more(entry, call)
+            entry.refusal = Refusal("uncapturable", error)
         except CaptureError as error:
             entry.refusal = Refusal("uncapturable", error)
         except Exception as error:
@@ -328,6 +375,14 @@ class Life:
         entry.graph.replays = 0
         self.counts["captures"] += 1
         return result
+
+    def _once_more(self, entry: Entry, call: Call) -> Any:
+        """The run did what no warm-up did before: this call is one more."""
+        entry.built += 1
+        if entry.built > _RETRIES:
+            entry.refusal = _GRAD
+            return self._refuse(_GRAD, call)
+        return self._warm_up(entry, call)
 
     def _shrink(self) -> None:
         """After running out of memory, let the pool go; graphs that still replay keep their part of it."""
@@ -348,11 +403,8 @@ class Life:
             try:
                 graph, guard = self._recorded(entry, call, undo)
             except CaptureError:
-                if not entry.staged:
+                if not self._give_way(entry, call):
                     raise
-                # The code reads the scalar on the host, so it stays a value of the signature.
-                self._scalars_are_read = True
-                entry.expect(call.tensors, entry.staged)
                 graph, guard = self._recorded(entry, call, undo)
         if graph.instance is None:
             entry.settle(graph, guard)
@@ -363,9 +415,18 @@ class Life:
         nodes, seconds = graph.nodes, graph.seconds
         log.info("%s: recorded %s: %d nodes in %.3f s", self.setting.name, entry.label, nodes, seconds)
 
+    def _give_way(self, entry: Entry, call: Call) -> bool:
+        """Whether something that was to be a tensor can be a value instead: the code reads it on the host."""
+        if entry.staged:
+            self._scalars_are_read = True
+            entry.expect(call.tensors, entry.staged)
+            return True
+        return self._numbers.give_up(entry.numbers)
+
     def _recorded(self, entry: Entry, call: Call, undo: UndoLog | None) -> tuple[Graph, Guard]:
         specs = [TensorSpec(*spec) for spec in self.tables[entry.tree.spec].specs(call.tensors)]
-        order = Order(call, specs, entry.device_or_raise(), entry.staged, entry.patterns)
+        numbers = self._numbers.lifted(entry.numbers) if entry.whole else None
+        order = Order(call, specs, entry.device_or_raise(), entry.staged, entry.patterns, numbers)
         return record(self.setting, order, self.executed, self._known_generators(), undo)
 
     def _more(self, entry: Entry) -> Callable[[tuple[Tensor, ...], tuple[Any, ...]], Any]:
@@ -402,9 +463,9 @@ class Life:
                 trial(backend, device, self._survey(call), self._known_generators()) as log,
             ):
                 watch = Watch(device, undo=log)
-                with watching(watch, backend.listen):
+                with watching(watch, backend.listen), steps() as found:
                     result = self.setting.run(call.values)
-            self._learn(entry, call, watch, result)
+            self._learn(entry, call, watch, result, found)
         if entry.refusal is not None:
             return
         try:

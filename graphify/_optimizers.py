@@ -19,7 +19,7 @@ from ._lifted import Lifted, OnDevice
 from ._places import Change
 from .errors import CaptureError
 
-__all__ = ["refusal_of", "refused_change", "refused_code", "steps"]
+__all__ = ["UnbuiltError", "refusal_of", "refused_change", "refused_code", "steps"]
 
 _READS = "a graph replays device work only; the host cannot read a value in the middle of it"
 _ONCE = "Python runs when a graph is recorded; a replay repeats device work only"
@@ -27,6 +27,10 @@ _BAKED = "it keeps its step count on the host, where a replay cannot count"
 _HOST_ONLY = {"Adafactor", "LBFGS", "SparseAdam"}
 _COUNTING = {"ASGD", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam"}
 _FUSED = {"Adagrad", "Adam"}
+
+
+class UnbuiltError(CaptureError):
+    """A step that built the optimizer's state: the next one can be captured."""
 
 
 # -- finding
@@ -151,7 +155,7 @@ def refused_change(change: Change, optimizers: Iterable[tuple[str, Optimizer]]) 
     """The words for what a run changed in an optimizer, or None when it is another change."""
     for name, optimizer in optimizers:
         if change.place.kind == "bulk" and change.place.name == f"{name}.state":
-            return CaptureError(
+            return UnbuiltError(
                 f"`{name}` builds its state in this step",
                 why="a replay would build it anew each time",
                 fix="take one step before the capture",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -13,10 +13,12 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ._autograd import Ends, Instance, saving
 from ._code import Executed, line_of
+from ._grads import refused_arguments
 from ._graph import Argument, Graph, Order, Setting, deliver_one, delivering, plan_launch
 from ._guards import Guard, find_place
 from ._inputs import StaticInputs
 from ._layout import family_key, is_dense
+from ._optimizers import refused_change
 from ._places import MISSING, Change, Survey
 from ._results import ResultPlan
 from ._stand_ins import StandIns
@@ -24,6 +26,7 @@ from ._tree import Tree, tensors_of, tree_of
 from ._trial import HostRandomness
 from ._undo import UndoLog
 from ._watch import Watch, version_of, watching
+from ._whole_step import WholeStep
 from .backends.base import Recording
 from .errors import CaptureError
 
@@ -66,7 +69,7 @@ class _Recorder:
     """The state of one recording while it is made."""
 
     def __init__(self, setting: Setting, order: Order, known: Executed, undo: UndoLog | None) -> None:
-        call, specs, device, staged, self.patterns = order
+        call, specs, device, staged, self.patterns, numbers = order
         self.setting, self.call, self.device, self.known = setting, call, device, known
         self.before = Survey(setting.roots(call), known)
         self.host = HostRandomness(device)
@@ -76,6 +79,11 @@ class _Recorder:
         # Only a backend whose recording run is real needs the log: on a device a copy would be captured.
         log = self.undo if setting.backend.runs_live else None
         self.watch = Watch(device, given=self.inputs.tensors, strict=True, undo=log)
+        # A run that is real at each replay deals with gradients and numbers by itself.
+        self.numbers = {place.id for place in numbers or ()}
+        mine = [] if numbers is None or setting.backend.runs_live else numbers
+        self.step = None if numbers is None else WholeStep(self.before, mine, device)
+        self.watch.given |= self.step.lent if self.step is not None else set()
         self.arguments = call.tree.rebuild(self.inputs.tensors, call.consts)
         self.tokens = _tokens(call.tree, self.arguments)
         self.executed = Executed()
@@ -85,7 +93,8 @@ class _Recorder:
         self.results: Tree | None = None
         self.instance: Instance | None = None
         self.saved: list[Tensor] = []
-        self.stand_ins = StandIns(self._needing() if setting.backend.nodes_have_streams else ())
+        alone = setting.backend.nodes_have_streams and self.step is None
+        self.stand_ins = StandIns(self._needing() if alone else ())
         self.start = torch._C._autograd._get_sequence_nr()
 
     def _needing(self) -> list[Tensor]:
@@ -121,6 +130,8 @@ class _Recorder:
             recording.close()
         self.undo.rollback()
         self.before.restore()
+        if self.step is not None:
+            self.step.restore()
         self.host.restore()
         if streams is not None:
             self.setting.backend.set_rng_state(streams)
@@ -146,7 +157,7 @@ class _Recorder:
         self.saved = []
         keeping = nullcontext() if self.patterns is None else saving(self.saved)
         with self.stand_ins.instead():
-            with keeping, watching(self.watch, self.setting.backend.listen):
+            with keeping, watching(self.watch, self.setting.backend.listen), self._stepping():
                 result = self.setting.run(self.arguments)
             if not self.compared:
                 self._compare()
@@ -154,6 +165,11 @@ class _Recorder:
         if self.instance is not None:
             self.instance.renew(tensors_of((result, *hidden)), self.saved, self.watch.outside)
         return result, hidden
+
+    def _stepping(self) -> AbstractContextManager[None]:
+        if self.step is None or self.setting.backend.runs_live:
+            return nullcontext()
+        return self.step.inside(self.watch)
 
     def _compare(self) -> None:
         """Find what only Python did, and refuse what a replay could not repeat."""
@@ -168,14 +184,34 @@ class _Recorder:
 
     def _plan(self, graph: Graph, result: Any, hidden: list[Any]) -> Guard:
         assert self.after is not None
-        if self.watch.backward or (has_gradients((result, hidden)) and self.patterns is None):
-            raise NeedsGradError
+        self._plan_step(graph, result, hidden)
         written = {change.place.id for change in self.hidden}
+        written |= self.numbers
         self.before.adopt(self.after, written)
         self._plan_outside(graph)
         self._plan_arguments(graph)
         self._plan_results(graph, result, hidden, self.after)
         return Guard(self.before, outside=graph.kept, written=written, device=self.device)
+
+    def _plan_step(self, graph: Graph, result: Any, hidden: list[Any]) -> None:
+        graded = has_gradients((result, hidden))
+        if (graded and self.patterns is None) or (self.watch.backward and self.step is None):
+            raise NeedsGradError
+        if self.step is None:
+            return
+        refused = refused_arguments(zip(self.call.tree.tensor_paths, self.inputs.tensors, strict=True))
+        if refused is not None:
+            raise refused
+        results = tensors_of((result, *hidden))
+        used = self.step.plan(self.watch, results, everything=self.executed.everything)
+        if graded and used:
+            raise CaptureError(
+                f"`{self.setting.name}` runs a backward and returns a tensor that needs gradients",
+                why="its backward is in the graph already, and a second one would need what the first let go",
+                fix="`return loss.detach()`",
+            )
+        if not self.setting.backend.runs_live and (used or self.watch.backward or self.numbers):
+            graph.step = self.step
 
     def _check_host(self) -> None:
         drawn = self.host.drawn()
@@ -228,6 +264,9 @@ class _Recorder:
     def _hidden(self, change: Change) -> Change:
         """A change that can be repeated at each call: a field that is only written."""
         place = change.place
+        refused = refused_change(change, self.before.optimizers)
+        if refused is not None:
+            raise refused
         writable = place.kind in ("field", "cell", "attr") and change.after is not MISSING
         if writable and place.key in self.executed.stores() and place.key not in self.executed.reads():
             return change
@@ -243,6 +282,7 @@ class _Recorder:
         outside = self.watch.outside.items()
         graph.bumped = [t for key, t in outside if self.watch.versions[key] != version_of(t)]
         placed = {family_key(t) for _, t in self.before.tensors()}
+        placed |= self.step.known() if self.step is not None else set()
         found: list[str] = []
         for tensor in self.watch.outside.values():
             graph.kept.append(tensor)
@@ -294,6 +334,7 @@ class _Recorder:
         found = tree.unpack(roots)
         assert found is not None
         outside = [(t, t) for _, t in self.before.tensors()]
+        outside += [(t, t) for t in self.step.made] if self.step is not None else []
         plan = ResultPlan(found[0], self.inputs.tensors, [*self.stand_ins.pairs(), *outside])
         if plan.primaries:
             self._plan_backward(graph, plan)

@@ -1,0 +1,98 @@
+"""Whole training steps: what a recording with a backward or an optimizer inside must do beside its device work."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ._grads import GradPlan, Grads
+from ._guards import Miss
+from ._lifted import Lifted
+from ._optimizers import steps
+from ._places import Place, Survey
+from ._watch import Watch
+from .errors import CaptureError
+
+__all__ = ["WholeStep"]
+
+
+class WholeStep:
+    """The gradients that a step finds and leaves, and the optimizer's numbers that change between calls.
+
+    Make it on the stream of the capture, before it; `numbers` are lent to the run as tensors.
+    """
+
+    def __init__(self, survey: Survey, numbers: Sequence[Place], device: torch.device) -> None:
+        self._grads = Grads((place.name, tensor) for place, tensor in survey.tensors())
+        self._lifted = Lifted(numbers, device)
+        self._plan = GradPlan()
+
+    @property
+    def lent(self) -> set[int]:
+        """The memory of these tensors."""
+        return self._lifted.families
+
+    @property
+    def made(self) -> list[Tensor]:
+        """The gradients that the recording leaves: its own buffers."""
+        return self._plan.made
+
+    def known(self) -> set[int]:
+        """The memory that is accounted for here: lent numbers, and the gradients there were before."""
+        return self._lifted.families | self._grads.families()
+
+    @contextmanager
+    def inside(self, watch: Watch) -> Iterator[None]:
+        """Around the run that is recorded, under its watch."""
+        with steps(self._lifted), self._lifted.lent():
+            yield
+            self._grads.settle(watch.outside)
+
+    def plan(self, watch: Watch, results: Iterable[Tensor], *, everything: bool) -> bool:
+        """Plan for replays; whether the run used or left a gradient at all.
+
+        Raises:
+            CaptureError: the run left what a replay could not.
+        """
+        refused = self._lifted.refused_results(results) or self._unknown(watch)
+        if refused is not None:
+            raise refused
+        touched: Collection[int] | None = None if everything else watch.outside.keys() | watch.written
+        self._plan = self._grads.plan(touched, watch.given)
+        return self._plan.matters
+
+    def _unknown(self, watch: Watch) -> CaptureError | None:
+        for tensor in watch.outside.values():
+            if watch.backward and tensor.is_leaf and tensor.requires_grad and not self._grads.knows(tensor):
+                return CaptureError(
+                    f"a parameter of shape {tuple(tensor.shape)} is trained that no name leads to",
+                    why="its `.grad` cannot be followed from call to call",
+                    fix="keep it in a module, an attribute or a variable that the function names",
+                )
+        return None
+
+    def restore(self) -> None:
+        """Put every `.grad` back after a recording that failed."""
+        self._grads.restore()
+
+    def holds(self) -> bool:
+        """Whether a replay may happen now."""
+        return self._plan.holds() and self._lifted.holds()
+
+    def miss(self) -> Miss | None:
+        """What is in the way of a replay."""
+        found = self._plan.miss()
+        if found is not None or self._lifted.holds():
+            return found
+        return Miss("an option of the optimizer", None, None, moved=False)
+
+    def refill(self) -> None:
+        """Bring the recording's numbers up to what Python holds; before each launch."""
+        self._lifted.refill()
+
+    def apply(self) -> None:
+        """Leave `.grad` as the run left it; after each launch."""
+        self._plan.apply()
