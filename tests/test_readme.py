@@ -73,7 +73,9 @@ def test_the_readme_runs_on_the_tape(
     assert names["clamp_on_device"].stats().replays == 1
     assert isinstance(names["result"], names["Scores"])
     assert names["step"].stats().replays == 1
-    assert len(taped) == 8
+    assert len(taped) == 11
+    for name in ("trained", "train_step", "mixed"):
+        assert graphify.handle(names[name]).stats().replays >= 2, name
     line = next(n for n, text in enumerate(README.read_text().splitlines(), 1) if "if x.max() > 1:" in text)
     assert f"README.md:{line}" in capsys.readouterr().out
 
@@ -153,5 +155,5 @@ def test_examples_check_themselves(example: Path) -> None:
 
 
 def test_there_are_examples() -> None:
-    """The quickstart is among them."""
-    assert "quickstart" in [path.stem for path in EXAMPLES]
+    """The quickstart and both ways to train are among them."""
+    assert {"quickstart", "train_module", "train_step"} <= {path.stem for path in EXAMPLES}
