@@ -710,30 +710,3 @@ def test_b73_parameters_made_anew_before_each_call(backend, device):
             pair.change(fresh)
             pair.check(2, 3, count=1)
             pair.check(2, 3, count=1)
-
-
-# -- whole training steps
-
-
-def test_b63_whole_training_step(backend, device):
-    """A step with backward and optimizer inside leaves eager's weights after each call."""
-    nets = [nn.Linear(3, 1).to(device)]
-    nets.append(copy.deepcopy(nets[0]))
-    opts = [torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in nets]
-
-    def step_of(net: nn.Module, opt: torch.optim.Optimizer) -> Callable[..., Any]:
-        def step(x: torch.Tensor) -> torch.Tensor:
-            opt.zero_grad()
-            loss = net(x).square().mean()
-            loss.backward()
-            opt.step()
-            return loss.detach()
-
-        return step
-
-    plain, graphed = step_of(nets[0], opts[0]), graphify(step_of(nets[1], opts[1]), backend=backend)
-    for i, x in enumerate([t.to(device) for t in rows(4, 3, count=6)]):
-        for opt in opts:
-            opt.param_groups[0]["lr"] = 0.1 / (i + 1)
-        equal(plain(x), graphed(x))
-        equal(nets[0].state_dict(), nets[1].state_dict())
