@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from graphify import handle
+from graphify._graph import Graph
 from graphify._signature import overlap
 
 from ._clocks import alone
@@ -32,7 +33,7 @@ def _steps(graphed: Any, args: tuple[Tensor, ...]) -> Sequence[Step]:
     graphed(*args)  # so that the wrapper's last entry is the one of this call
     runner = handle(graphed)
     entry, table, graph = runner._last, runner._table, runner._last.graph
-    assert graph is not None, "breakdown: the wrapper must be replaying"
+    assert isinstance(graph, Graph), "breakdown: the wrapper must be replaying, without gradients"
     values = runner._bind(*args)
     found = table.unpack(values)
     assert found is not None, "breakdown: the arguments must fit the wrapper's last table"
