@@ -304,3 +304,7 @@ def _default_device() -> torch.device | None:
 
 function_modes = _probes(private=True)[3]
 """Truthy while a TorchFunctionMode is active, torch's default device included."""
+
+
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that this thread is in the middle of; -1 outside of one."""

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ._code import Executed
+from ._gate import Gate, Pulled, fitted, freed, gated
 from ._graph import Graph, Setting, plan_launch
 from ._inputs import StaticInputs
 from ._layout import family_key
@@ -32,12 +33,13 @@ _FIX = "keep Python state out of backward hooks and of `backward` methods"
 
 
 class Wanted(NamedTuple):
-    """What a backward gives gradients for, argument by argument and then tensor by tensor from outside."""
+    """What a backward gives gradients for: arguments, leaves behind a gate, and what else lies outside."""
 
     arguments: list[int]
-    outside: list[Tensor]
+    leaves: list[Tensor]
+    others: list[Tensor]
     edges: list[Any]
-    """The tensors or edges of the recorded run that stand for these."""
+    """The tensors or edges of the recorded run that stand for these, in this order."""
     custom: bool = False
     """Whether somebody's own `autograd.Function` is on the way, which may keep what no hook sees."""
 
@@ -60,7 +62,7 @@ class Ends:
         self._real, self._born, self._custom = real, born, False
         self._history = {(t.grad_fn, t.output_nr): t for t in older if t.grad_fn is not None}
 
-    def of(self, results: Iterable[Tensor]) -> Wanted:
+    def of(self, results: Iterable[Tensor], device: torch.device) -> Wanted:
         """Search the graph behind these results."""
         arguments: dict[int, Any] = {}
         outside: list[tuple[Tensor, Any]] = []
@@ -72,8 +74,10 @@ class Ends:
             elif end.grad_fn is not None or family_key(end) not in self._born:
                 outside.append((end, get_gradient_edge(end)))
         order = sorted(arguments)
-        edges = [*(arguments[i] for i in order), *(edge for _, edge in outside)]
-        return Wanted(order, [t for t, _ in outside], edges, self._custom)
+        leaves = [(t, edge) for t, edge in outside if gated(t, device)]
+        others = [(t, edge) for t, edge in outside if not gated(t, device)]
+        edges = [*(arguments[i] for i in order), *(edge for _, edge in (*leaves, *others))]
+        return Wanted(order, [t for t, _ in leaves], [t for t, _ in others], edges, self._custom)
 
     def _search(self, edges: list[tuple[Any, int]]) -> Iterable[Tensor]:
         found: dict[int, Tensor] = {}
@@ -120,8 +124,10 @@ class Patterns:
         generators: Callable[[], list[torch.Generator]],
         refuse: Callable[[CaptureError], None],
         recorded: Callable[[], None],
+        gates: weakref.WeakValueDictionary[tuple[int, ...], Gate],
     ) -> None:
         self.generators, self.refuse, self.recorded = generators, refuse, recorded
+        self.gates = gates
         self.outside: list[Tensor] = []
         """What needed gradients in a warm-up and lies outside."""
         self.refused: dict[Any, CaptureError] = {}
@@ -137,13 +143,15 @@ class Instance:
     def __init__(self, setting: Setting, graph: Graph, device: torch.device, patterns: Patterns) -> None:
         self.setting, self.device, self.patterns = setting, device, patterns
         self.memory, self.stream = graph.memory, graph.recording.stream
-        self.wanted = Wanted([], [], [])
+        self.wanted = Wanted([], [], [], [])
+        self._attached = 0
+        self._gate: Gate | None = None
         self.drew = False
         self.saved: list[Tensor] = []
         self.checked: list[Tensor] = []
         self.read: list[Tensor] = []
         self._addresses: list[int] = []
-        self.backwards: dict[Any, Graph] = {}
+        self._backwards: dict[Any, Backward] = {}
         self._primaries: list[Primary] = []
         self._outputs: list[Tensor] = []
         self._statics: Sequence[Tensor] = ()
@@ -152,6 +160,11 @@ class Instance:
     def plan(self, primaries: list[Primary], wants: Wanted, statics: Sequence[Tensor]) -> None:
         """Learn what the outputs of the forward are, and whose gradients its backward gives."""
         self._primaries, self.wanted, self._statics = primaries, wants, statics
+        if wants.leaves:
+            gates, key = self.patterns.gates, tuple(map(id, wants.leaves))
+            self._gate = gates.get(key) or gates.setdefault(key, Gate(wants.leaves, self.device))
+            if any(isinstance(edge, GradientEdge) for edge in wants.edges[len(wants.arguments) :]):
+                self._gate.holders.add(self)
 
     def renew(self, results: Sequence[Tensor], saved: list[Tensor], outside: Container[int]) -> None:
         """Take the autograd graph of the run that made these results and saved these tensors."""
@@ -168,34 +181,60 @@ class Instance:
     def busy(self) -> bool:
         """Whether a backward through the last replay may still come."""
         node = self._node()
-        return node is not None and not _freed(node)
+        return node is not None and not freed(node)
 
     def attach(self, sources: Sequence[Tensor], parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """Tie the outputs of a call to this instance's backward."""
         inputs = [sources[i] for i in self.wanted.arguments]
+        gate = self._gate if self._attached and self._gate is not None and self._gate.free() else None
+        self._attached += 1
+        inputs += self.wanted.leaves if gate is None else [gate.token()]
         apply: Callable[..., Sequence[Tensor]] = _Replayed.apply
-        return apply(self, parts, *inputs, *self.wanted.outside)
+        return apply(self, parts, gate, *inputs, *self.wanted.others)
 
     def hold(self, node: Any) -> list[int]:
         """The instance is this node's from now on; the versions that its backward relies on."""
         self._node = weakref.ref(node)
+        if self._gate is not None:
+            self._gate.wait(node)
         return [*map(_version, self.checked)]
 
-    def pull(self, node: Any, versions: list[int], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The gradients of `wanted` for these of the outputs."""
-        if _freed(node) and (self.saved or (self.wanted.custom and self._node() is not node)):
+    def recordings(self) -> Iterable[Graph]:
+        """The recordings of the backward."""
+        return [backward.graph for backward in self._backwards.values()]
+
+    def pull(
+        self, node: Any, versions: list[int], gate: Gate | None, grads: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """The gradients of what `attach` tied together, for these of the outputs."""
+        if freed(node) and (self.saved or (self.wanted.custom and self._node() is not node)):
             node.saved_tensors  # noqa: B018  raises eager's own error
         self._check_versions(versions)
         given = tuple(g for g in grads if g is not None)
         if not given:
-            return [None] * len(self.wanted.edges)
+            wants = self.wanted
+            return [None] * (
+                len(wants.arguments) + (1 if gate is not None else len(wants.leaves)) + len(wants.others)
+            )
         key = (tuple(g is None for g in grads), *_kind(given))
         with self.setting.pool.lock:
-            backward = self.backwards.get(key)
-            if backward is not None:
-                found: Sequence[Tensor | None] = backward(given, ())
-                return found
-            return self._first(key, grads, given)
+            backward = self._backwards.get(key)
+            if backward is None:
+                found, pulled = self._first(key, grads, given)
+            else:
+                found, pulled = backward.graph(given, ()), backward.pulled(given)
+            return self._joined(found, pulled, gate)
+
+    def _joined(
+        self, found: Sequence[Tensor | None], pulled: Pulled, gate: Gate | None
+    ) -> Sequence[Tensor | None]:
+        """The gradients of arguments and others as they are, those of the leaves through the gate or as copies."""
+        place = len(self.wanted.arguments)
+        if gate is not None:
+            return [*found[:place], gate.pull(pulled), *found[place:]]
+        if self._gate is not None:
+            self._gate.beside = False
+        return [*found[:place], *pulled.hand_out(), *found[place:]]
 
     def _check_versions(self, versions: list[int]) -> None:
         for tensor, before in zip(self.checked, versions, strict=True):
@@ -213,7 +252,7 @@ class Instance:
 
     def _first(
         self, key: Any, grads: Sequence[Tensor | None], given: tuple[Tensor, ...]
-    ) -> Sequence[Tensor | None]:
+    ) -> tuple[Sequence[Tensor | None], Pulled]:
         """Record the backward for a new pattern of incoming gradients, and replay it once."""
         patterns = self.patterns
         error = patterns.refused.get(key)
@@ -223,16 +262,18 @@ class Instance:
             except CaptureError as refused:
                 patterns.refused[key] = error = refused
             else:
-                self.backwards[key] = backward
+                self._backwards[key] = backward
                 patterns.recorded()
-                found: Sequence[Tensor | None] = backward(given, (), staged=backward.recording.ran)
-                return found
+                ran = backward.graph.recording.ran
+                return backward.graph(given, (), staged=ran), backward.pulled(given)
         if self.drew and self.setting.backend.nodes_have_streams:
             raise error  # a random operator's backward looks on the device for what a live one has on the host
         patterns.refuse(error)
         return self._live(grads, given)
 
-    def _live(self, grads: Sequence[Tensor | None], given: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
+    def _live(
+        self, grads: Sequence[Tensor | None], given: tuple[Tensor, ...]
+    ) -> tuple[Sequence[Tensor | None], Pulled]:
         """Run the backward for real, through the activations that the last replay left."""
         backend = self.setting.backend
         backend.order(self.memory)
@@ -240,12 +281,16 @@ class Instance:
         backend.hand_over(g for g in found if g is not None)
         # What the recording owns must not leave it: the next replay writes there.
         own = {family_key(t) for t in (*self.saved, *self._outputs, *self._statics)}
-        return [g.clone() if g is not None and family_key(g) in own else g for g in found]
+        mine = [g.clone() if g is not None and family_key(g) in own else g for g in found]
+        at, leaves = len(self.wanted.arguments), self.wanted.leaves
+        taken = mine[at : at + len(leaves)]
+        fitting = [*map(fitted, taken, leaves)]
+        return [*mine[:at], *mine[at + len(leaves) :]], Pulled(fitting, lambda: taken)
 
     def run(self, grads: Sequence[Tensor | None], given: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Run the backward of the last replay for the outputs that have a gradient."""
         outputs = [t for t, g in zip(self._outputs, grads, strict=True) if g is not None]
-        with _unhooked(self.wanted.outside):
+        with _unhooked([*self.wanted.leaves, *self.wanted.others]):
             found: Sequence[Tensor | None] = torch.autograd.grad(
                 outputs, self.wanted.edges, given, retain_graph=True, allow_unused=True
             )
@@ -253,10 +298,10 @@ class Instance:
 
     def _recorded(
         self, grads: Sequence[Tensor | None], given: tuple[Tensor, ...], specs: Sequence[Any]
-    ) -> Graph:
+    ) -> Backward:
         mask = [None if g is None else True for g in grads]
         with self.setting.backend.scope(self.device, stream=self.stream):
-            return _BackwardRecorder(self, mask, given, [TensorSpec(*spec) for spec in specs]).graph()
+            return _BackwardRecorder(self, mask, given, [TensorSpec(*spec) for spec in specs]).backward()
 
 
 def _kind(given: tuple[Tensor, ...]) -> tuple[Any, Any]:
@@ -273,6 +318,13 @@ def _kind(given: tuple[Tensor, ...]) -> tuple[Any, Any]:
 _is_batched: Callable[[Tensor], bool] = getattr(
     torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
 )
+
+
+class Backward(NamedTuple):
+    """A recorded backward: a graph that gives the gradients of arguments and others, and access to the leaves'."""
+
+    graph: Graph
+    pulled: Callable[[tuple[Tensor, ...]], Pulled]
 
 
 class _BackwardRecorder:
@@ -298,15 +350,15 @@ class _BackwardRecorder:
         assert instance is not None, "a backward runs through its instance"
         return instance
 
-    def graph(self) -> Graph:
+    def backward(self) -> Backward:
         """Capture, check and plan; leave no trace when that fails."""
         backend, memory = self.setting.backend, self.instance.memory
         generators = self.patterns.generators()
         streams = backend.rng_state(generators) if backend.runs_live else None
         recording: Recording | None = None
         try:
-            recording, found = backend.record(self._run, memory, generators)
-            return self._planned(Graph(self.setting, recording, memory), found)
+            recording, (found, fitting) = backend.record(self._run, memory, generators)
+            return self._planned(Graph(self.setting, recording, memory), found, fitting)
         except BaseException:
             if recording is not None:
                 recording.close()
@@ -327,9 +379,11 @@ class _BackwardRecorder:
         # Which code a backward runs is not known before: hooks, and `backward` methods, are found wherever they are.
         return Survey([(self.setting.name, self.setting.target)], Executed(everything=True))
 
-    def _run(self) -> Sequence[Tensor | None]:
+    def _run(self) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+        """What is recorded: the gradients, and those of the leaves in the layout of `.grad`."""
         if self.before is None:
-            return self.instance.run(self.mask, self.inputs.tensors)
+            found = self.instance.run(self.mask, self.inputs.tensors)
+            return found, self._fitting(found)
         with watching(self.watch, self.setting.backend.listen):
             found = self.instance.run(self.mask, self.inputs.tensors)
         self._compare(self.before)
@@ -339,7 +393,12 @@ class _BackwardRecorder:
                 why="a replay writes into memory of a fixed size",
                 fix="`sparse=False`, or call that layer outside",
             )
-        return found
+        return found, self._fitting(found)
+
+    def _fitting(self, found: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        wants = self.instance.wanted
+        with torch.no_grad():
+            return [*map(fitted, found[len(wants.arguments) :], wants.leaves)]
 
     def _compare(self, before: Survey) -> None:
         drawn, changes = self.host.drawn(), before.changes(self._survey())
@@ -347,35 +406,48 @@ class _BackwardRecorder:
         if what:
             raise CaptureError(f"the backward of `{self.setting.name}` {what[0]}", why=_TWICE, fix=_FIX)
 
-    def _planned(self, graph: Graph, found: Sequence[Tensor | None]) -> Graph:
-        setting = self.setting
-        made = [g for g in found if g is not None]
-        plan = ResultPlan(made, self.inputs.tensors, [])
-        plan_launch(graph, setting, self.inputs, plan, lent=False)
-        graph.mutated = [
-            (i, t) for i, t in enumerate(self.inputs.tensors) if family_key(t) in self.watch.written
-        ]
+    def _planned(
+        self, graph: Graph, found: Sequence[Tensor | None], fitting: Sequence[Tensor | None]
+    ) -> Backward:
+        wants, statics = self.instance.wanted, self.inputs.tensors
+        at, end = len(wants.arguments), len(wants.arguments) + len(wants.leaves)
+        own = _Copies([*found[:at], *found[end:]], statics)
+        plan_launch(graph, self.setting, self.inputs, own.plan, lent=False)
+        graph.deliver = lambda tensors, fresh, values: own.make(tensors, fresh)
+        graph.mutated = [(i, t) for i, t in enumerate(statics) if family_key(t) in self.watch.written]
         graph.kept = list(self.watch.outside.values())
-        make, places = plan.maker(None), [i for i, g in enumerate(found) if g is not None]
-        count = len(found)
+        taken = found[at:end]
+        leaves = _Copies(taken, statics)
 
-        def deliver(tensors: Sequence[Tensor], fresh: Sequence[Tensor], values: tuple[Any, ...]) -> Any:
-            grads: list[Tensor | None] = [None] * count
-            for i, grad in zip(places, make(tensors, fresh), strict=True):
-                grads[i] = grad
-            return grads
+        def pulled(given: tuple[Tensor, ...]) -> Pulled:
+            return Pulled(fitting, lambda: leaves.make(given, [t.clone() for t in leaves.plan.copied]))
 
-        graph.deliver = deliver
-        return graph
+        return Backward(graph, pulled)
+
+
+class _Copies:
+    """How gradients that may be missing are made from fresh copies."""
+
+    def __init__(self, grads: Sequence[Tensor | None], statics: Sequence[Tensor]) -> None:
+        self.plan = ResultPlan([g for g in grads if g is not None], statics, [])
+        self._maker = self.plan.maker(None)
+        self._present = [g is not None for g in grads]
+
+    def make(self, given: Sequence[Tensor], fresh: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """The gradients for these incoming ones."""
+        made = iter(self._maker(given, fresh))
+        return [next(made) if present else None for present in self._present]
 
 
 class _Replayed(torch.autograd.Function):
     """The backward of a replay."""
 
     @staticmethod
-    def forward(ctx: Any, instance: Instance, parts: Sequence[Tensor], *inputs: Tensor) -> Any:
+    def forward(
+        ctx: Any, instance: Instance, parts: Sequence[Tensor], gate: Gate | None, *inputs: Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.instance, ctx.versions = instance, instance.hold(ctx)
+        ctx.instance, ctx.gate, ctx.versions = instance, gate, instance.hold(ctx)
         return tuple(parts)
 
     @staticmethod
@@ -385,7 +457,7 @@ class _Replayed(torch.autograd.Function):
                 f"`create_graph=True` through a replay of `{ctx.instance.setting.name}`: a recorded backward has no graph "
                 "of its own; make the call inside `with graphify.disabled():`"
             )
-        return None, None, *ctx.instance.pull(ctx, ctx.versions, grads)
+        return None, None, None, *ctx.instance.pull(ctx, ctx.versions, ctx.gate, grads)
 
 
 @contextmanager
@@ -402,15 +474,6 @@ def _unhooked(tensors: Sequence[Tensor]) -> Iterator[None]:
             held.update(items)
         for tensor, grad in grads:
             tensor.grad = grad
-
-
-def _freed(node: Any) -> bool:
-    """Whether a backward has let go of what the node saved."""
-    try:
-        node.saved_tensors  # noqa: B018
-    except RuntimeError:
-        return True
-    return False
 
 
 def _nobody() -> None:

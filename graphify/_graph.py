@@ -83,10 +83,11 @@ class Setting:
 class Instance(Protocol):
     """What lives from a forward to its backward."""
 
-    backwards: dict[Any, Graph]
-
     def busy(self) -> bool:
         """Whether the backward of the last replay may still come."""
+
+    def recordings(self) -> Iterable[Graph]:
+        """The recordings of the backward."""
 
 
 class Graph:
@@ -148,7 +149,7 @@ class Graph:
 
     def backwards(self) -> Iterable[Graph]:
         """The recordings of its backward."""
-        return () if self.instance is None else self.instance.backwards.values()
+        return () if self.instance is None else self.instance.recordings()
 
     def _stage(self, tensors: tuple[Tensor, ...]) -> None:
         try:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ._autograd import Patterns
 from ._code import Executed, user_frame
 from ._entry import Entry, Refusal, Table, host_value
+from ._gate import Gate, close_gates
 from ._graph import Call, Graph, Order, Setting
 from ._guards import Guard
 from ._instances import MOST, Instances
@@ -79,6 +80,7 @@ class Life:
         self._scalars: dict[Any, set[tuple[Any, ...]]] = {}
         self._scalars_are_read = False
         self._numbers = Numbers()
+        self._gates: weakref.WeakValueDictionary[tuple[int, ...], Gate] = weakref.WeakValueDictionary()
 
     # -- finding
 
@@ -244,6 +246,13 @@ class Life:
         """Count one plain call."""
         self.counts["eager"] += 1
         self.reasons[reason] += 1
+        self._note_beside()
+
+    def _note_beside(self) -> None:
+        """A call that was not replayed adds to the gradients of the same leaves on its own."""
+        if torch.is_grad_enabled():
+            for gate in self._gates.values():
+                gate.beside = True
 
     def _warm_up(self, entry: Entry, call: Call) -> Any:
         """Run for real, on the capture stream, and learn what a capture would meet."""
@@ -264,6 +273,7 @@ class Life:
                 raise entry.refusal.error
             self._say_refused(entry.refusal)
         self.counts["warmups"] += 1
+        self._note_beside()
         return result
 
     def _survey(self, call: Call) -> Survey:
@@ -341,7 +351,7 @@ class Life:
                 alive.counts["recordings"] += 1
 
         generators = self.generators
-        return Patterns(lambda: list(generators.values()), refuse, recorded)
+        return Patterns(lambda: list(generators.values()), refuse, recorded, self._gates)
 
     def refuse_backward(self, error: CaptureError) -> None:
         """A backward that cannot be recorded: raised, or said once and run live from then on."""
@@ -399,6 +409,8 @@ class Life:
 
     def _make_graph(self, entry: Entry, call: Call, undo: UndoLog | None = None) -> None:
         self.make_room()
+        if entry.whole:
+            close_gates()
         with self.setting.backend.scope(entry.device_or_raise()):
             try:
                 graph, guard = self._recorded(entry, call, undo)

@@ -355,11 +355,12 @@ class _Recorder:
         met = [t for t in self.watch.history.values() if _born_before(t, self.start)]
         older = [*met, *(t for _, t in self.before.tensors())]
         ends = Ends(statics, self.stand_ins.real, older, self.watch.born)
+        wants = ends.of((p.tensor for p in plan.primaries), self.device)
         self.instance = Instance(self.setting, graph, self.device, self.patterns)
         self.instance.drew = self.watch.drew
-        self.instance.plan(plan.primaries, ends.of(p.tensor for p in plan.primaries), statics)
+        self.instance.plan(plan.primaries, wants, statics)
         self.instance.renew(plan.results, self.saved, outside)
-        graph.instance, graph.kept = self.instance, _once([*graph.kept, *self.instance.wanted.outside])
+        graph.instance, graph.kept = self.instance, _once([*graph.kept, *wants.leaves, *wants.others])
         self.instance.reads(_once([*graph.kept, *(t for _, t in self.before.tensors())]))
 
     def _result_consts(self, tree: Tree, consts: tuple[object, ...], survey: Survey) -> list[object]:

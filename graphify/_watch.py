@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from ._ambient import current_backward
 from ._code import Executed, user_line
 from ._composite import decomposed, is_composite
 from ._illegal import HOST, READ, Offence, offence, tensors_in
@@ -64,7 +65,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device_work = False
         self.drew = False
         self._seeds: set[int] = set()
-        self._task = torch._C._current_graph_task_id()
+        self._task = current_backward()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -131,7 +132,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _note_inputs(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
-        if torch._C._current_graph_task_id() not in (-1, self._task):
+        if current_backward() not in (-1, self._task):
             self.backward = True
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):

@@ -28,17 +28,28 @@ PACKAGE = ROOT / "graphify"
 FLOORS: Mapping[int, tuple[str, ...]] = {
     0: ("errors",),
     1: (
-        *("_ambient", "_binding", "_code", "_composite", "_constants", "_following", "_illegal", "_layout"),
+        *(
+            "_ambient",
+            "_binding",
+            "_code",
+            "_composite",
+            "_constants",
+            "_following",
+            "_gate",
+            "_illegal",
+            "_layout",
+        ),
         *("_signature", "_specs", "_stand_ins", "_tree", "_tree_code", "stats"),
     ),
     2: ("_grads", "_guards", "_lifted", "_optimizers", "_places", "_pool", "_trial", "_undo", "_watch"),
     3: (
-        *("_inputs", "_options", "_results", "backends", "backends._cuda_copies", "backends._cuda_driver"),
-        *("backends._host_reads", "backends._memory", "backends._rng", "backends._tape_record"),
+        *("_inputs", "_options", "_results", "_whole_step", "backends", "backends._cuda_copies"),
+        *("backends._cuda_driver", "backends._host_reads", "backends._memory", "backends._rng"),
+        "backends._tape_record",
         *("backends._tape_steps", "backends.base", "backends.cuda", "backends.eager", "backends.tape"),
     ),
     4: ("_autograd", "_entry", "_graph", "_instances", "_record"),
-    5: ("_life",),
+    5: ("_life", "_numbers"),
     6: ("_decorate", "_method", "_module", "_wrapper"),
     7: (
         *("__init__", "__main__", "_demo", "_demo_models", "_doctor", "testing", "testing._acts"),
@@ -52,6 +63,7 @@ FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in mod
 
 ALONG: Mapping[str, tuple[str, ...]] = {
     "_code": ("_following",),
+    "_gate": ("_ambient", "_layout"),
     "_specs": ("_ambient",),
     "_tree_code": ("_constants",),
     "_tree": ("_constants", "_tree_code"),
@@ -83,6 +95,7 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_instances": ("_graph",),
     "_record": ("_autograd", "_graph"),
     "_entry": ("_autograd", "_graph", "_instances"),
+    "_life": ("_numbers",),
     "_method": ("_wrapper",),
     "_module": ("_method", "_wrapper"),
     "_decorate": ("_method", "_module", "_wrapper"),

@@ -1,0 +1,265 @@
+"""One autograd node in front of many parameters: their gradients are accumulated together, not node by node."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from ._ambient import current_backward
+from ._layout import is_dense
+
+__all__ = ["Gate", "Pulled", "close_gates", "fitted", "freed", "gated"]
+
+_KINDS = (Tensor, nn.Parameter)
+_will_run: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
+
+# Every gate, so that all can be closed: the nodes that one keeps alive belong to the stream they were made on.
+_gates: weakref.WeakSet[Gate] = weakref.WeakSet()
+
+
+class Pulled(NamedTuple):
+    """The gradients of a gate's leaves that one backward made, where the recording has them."""
+
+    fitting: Sequence[Tensor | None]
+    """In the layout that `.grad` has by autograd's rule."""
+    hand_out: Callable[[], Sequence[Tensor | None]]
+    """Makes copies of the caller's own, exactly as eager would give them."""
+
+
+class _Taken(NamedTuple):
+    """What one replay's backward left at the gate: for each leaf whether the gate serves it, and its gradient."""
+
+    task: int
+    direct: list[bool]
+    grads: list[Tensor | None]
+
+
+class Gate:
+    """Stands between the replays of a wrapper and the leaves that they take gradients of.
+
+    On one H200 the way of 96 gradients through 96 nodes costs 2.3 ms of CPU time. Where nobody watches a leaf the
+    gate adds to `.grad` itself, all leaves in one operation; a leaf with hooks, or whose node somebody else
+    holds, gets its gradient through the engine, as does one that has gradients from elsewhere in the same
+    backward. Every edge is there, so `torch.autograd.grad` and `backward(inputs=...)` find the leaves.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], device: torch.device) -> None:
+        self.leaves = list(leaves)
+        self._lock = threading.Lock()
+        self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The library's own recordings that end at the leaves' nodes, and hold each once."""
+        self._pulled: list[_Taken] = []
+        self._token: Tensor | None = None
+        self._nodes: list[Any] = []
+        self._handles: list[RemovableHandle] = []
+        self._none = torch.zeros((), device=device)
+        self._waiting: dict[int, Tensor] = {}
+        self._lonely: list[tuple[Tensor, Tensor]] = []
+        self._waits: list[weakref.ref[Any]] = []
+        self.beside = False
+        """Whether a call was made eagerly since the last backward, whose own gradients may come in between."""
+        _gates.add(self)
+
+    def free(self) -> bool:
+        """Whether no replay that reads these leaves still waits for its backward.
+
+        The gate is the last node that a backward comes to, as is the first of several forwards in eager: only that
+        one may go through it, so that the others keep their place in the sum of each gradient.
+        """
+        self._waits = [ref for ref in self._waits if (node := ref()) is not None and not freed(node)]
+        return not self.beside and not self._waits
+
+    def wait(self, node: Any) -> None:
+        """This node's backward will be over before the gate is free again."""
+        self._waits.append(weakref.ref(node))
+
+    def token(self) -> Tensor:
+        """The tensor through which a backward reaches the gate."""
+        if self._token is None:
+            self._nodes = [get_gradient_edge(leaf).node for leaf in self.leaves]
+            arrivals = (_arrival(weakref.ref(self), i) for i in range(len(self._nodes)))
+            self._handles = [
+                node.register_prehook(hook) for node, hook in zip(self._nodes, arrivals, strict=True)
+            ]
+            apply: Callable[..., Tensor] = _Opened.apply
+            self._token = apply(weakref.ref(self), self._none, *self.leaves)
+        return self._token
+
+    def close(self) -> None:
+        """Let go of the leaves' nodes; the next call makes new ones."""
+        for handle in self._handles:
+            handle.remove()
+        self._token, self._nodes, self._handles = None, [], []
+
+    def pull(self, pulled: Pulled) -> Tensor:
+        """Take gradients that are the recording's own until its next replay; the gate runs later in this backward."""
+        direct = self._direct()
+        handed: Sequence[Tensor | None] = pulled.fitting if all(direct) else pulled.hand_out()
+        places = [i for i, grad in enumerate(pulled.fitting) if direct[i] and grad is not None]
+        taken = list(handed)
+        for i, copy in zip(places, _copies([pulled.fitting[i] for i in places]), strict=True):
+            taken[i] = copy
+        with self._lock:
+            self._pulled.append(_Taken(current_backward(), direct, taken))
+        return self._none
+
+    def settle(self) -> Sequence[Tensor | None]:
+        """Get ready to accumulate what this backward pulled; what the engine must take on, leaf by leaf."""
+        task = current_backward()
+        with self._lock, torch.no_grad():
+            mine = [taken for taken in self._pulled if taken.task == task]
+            # Those of a backward that did not come to the gate go, too.
+            self._pulled, self._waiting, self._lonely = [], {}, []
+            if not mine:
+                return [None] * len(self.leaves)
+            totals = _summed([taken.grads for taken in mine])
+            direct = [all(modes) for modes in zip(*(taken.direct for taken in mine), strict=True)]
+            for i, (mode, total) in enumerate(zip(direct, totals, strict=True)):
+                if mode and total is not None:
+                    self._waiting[i] = total
+            return [None if mode else total for mode, total in zip(direct, totals, strict=True)]
+
+    def arrive(self, index: int, other: Tensor | None) -> Tensor | None:
+        """The engine comes to a leaf, with what the rest of the backward has for it; what to accumulate instead."""
+        with self._lock:
+            if index not in self._waiting:
+                return None
+            total = self._waiting.pop(index)
+            if other is None:
+                self._lonely.append((self.leaves[index], total))
+            if not self._waiting:
+                _accumulate(self._lonely)
+                self._lonely = []
+        return None if other is None else other + total
+
+    def _direct(self) -> list[bool]:
+        """Which leaves the gate may serve itself; none in `torch.autograd.grad`, which wants them all."""
+        nothing = [False] * len(self.leaves)
+        if _will_run is None or _grouped() or not self._nodes:
+            return nothing
+        try:
+            wanted = [*map(_will_run, self._nodes)]
+        except RuntimeError:  # torch cannot say, since nothing is accumulated at all
+            return nothing
+        alone, holders = _alone() + len(self.holders), [*map(sys.getrefcount, self._nodes)]
+        watched = [*map(_watched, self.leaves)]
+        return [w and n == alone and not s for w, n, s in zip(wanted, holders, watched, strict=True)]
+
+
+@functools.cache
+def _alone() -> int:
+    """The references to a node that nobody but a gate holds."""
+    with torch.enable_grad():
+        gate = Gate([torch.zeros((), requires_grad=True)], torch.device("cpu"))
+        gate.token()
+    (count,) = [*map(sys.getrefcount, gate._nodes)]
+    return count
+
+
+def _arrival(gate: weakref.ref[Gate], index: int) -> Callable[[Any], Any]:
+    def arrive(grads: tuple[Tensor | None, ...]) -> tuple[Tensor] | None:
+        alive = gate()
+        grad = None if alive is None else alive.arrive(index, grads[0])
+        return None if grad is None else (grad,)
+
+    return arrive
+
+
+def _accumulate(lonely: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """As the nodes of these leaves would, in one operation."""
+    with torch.no_grad():
+        kept = [(leaf.grad, grad) for leaf, grad in lonely if leaf.grad is not None]
+        if kept:
+            torch._foreach_add_([into for into, _ in kept], [grad for _, grad in kept])
+        for leaf, grad in lonely:
+            if leaf.grad is None:
+                leaf.grad = grad
+
+
+class _Opened(torch.autograd.Function):
+    """The gate's node. It saves nothing, so that it can run in every backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: weakref.ref[Gate], token: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.gate = gate
+        return token.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        gate = ctx.gate()
+        assert gate is not None, "a backward goes through the replays that hold the gate"
+        return None, None, *gate.settle()
+
+
+def freed(node: Any) -> bool:
+    """Whether a backward has let go of what an autograd node saved."""
+    try:
+        node.saved_tensors  # noqa: B018
+    except RuntimeError:
+        return True
+    return False
+
+
+def gated(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor that needs gradients can be behind a gate."""
+    return tensor.is_leaf and type(tensor) in _KINDS and tensor.device == device
+
+
+def close_gates() -> None:
+    """Before a backward is captured that accumulates into `.grad` by itself, on the stream of the capture."""
+    for gate in list(_gates):
+        gate.close()
+
+
+def fitted(grad: Tensor | None, leaf: Tensor) -> Tensor | None:
+    """A gradient in the layout that autograd gives to `.grad` (the layout contract of AccumulateGrad)."""
+    if grad is None or _obeys(grad, leaf):
+        return grad
+    return torch.empty_like(leaf.detach(), dtype=grad.dtype).copy_(grad)
+
+
+def _obeys(grad: Tensor, leaf: Tensor) -> bool:
+    if not is_dense(leaf):
+        return grad.is_contiguous()
+    pairs = zip(leaf.shape, grad.stride(), leaf.stride(), strict=True)
+    return all(mine == its for size, mine, its in pairs if size != 1)
+
+
+def _watched(leaf: Tensor) -> bool:
+    """Whether somebody could see how this leaf's gradient is accumulated, or torch would do it another way."""
+    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or not leaf.requires_grad:
+        return True
+    return leaf.grad is not None and (leaf.grad.layout is not torch.strided or leaf.grad.dtype != leaf.dtype)
+
+
+def _grouped() -> bool:
+    """Whether processes train together: the hooks that reduce their gradients are nowhere to be seen."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _summed(found: list[Sequence[Tensor | None]]) -> Sequence[Tensor | None]:
+    """The sums over several replays, in the order in which they were pulled, as the engine adds them."""
+    total = found[0]
+    for more in found[1:]:
+        total = [b if a is None else a if b is None else a + b for a, b in zip(total, more, strict=True)]
+    return total
+
+
+def _copies(tensors: list[Any]) -> Sequence[Tensor]:
+    """Fresh copies with the same strides; a product with one is one kernel for all of them."""
+    if not tensors:
+        return []
+    if any(t.is_complex() for t in tensors):
+        return [t.clone() for t in tensors]
+    made: Sequence[Tensor] = torch._foreach_mul(tensors, 1)
+    return made
