@@ -7,12 +7,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from ._ambient import current_backward
 from ._layout import is_dense
@@ -60,10 +60,8 @@ class Gate:
         self._pulled: list[_Taken] = []
         self._token: Tensor | None = None
         self._nodes: list[Any] = []
-        self._handles: list[RemovableHandle] = []
+        self._arrivals: _Arrivals | None = None
         self._none = torch.zeros((), device=device)
-        self._waiting: dict[int, Tensor] = {}
-        self._lonely: list[tuple[Tensor, Tensor]] = []
         self._waits: list[weakref.ref[Any]] = []
         self.beside = False
         """Whether a call was made eagerly since the last backward, whose own gradients may come in between."""
@@ -76,6 +74,8 @@ class Gate:
         one may go through it, so that the others keep their place in the sum of each gradient.
         """
         self._waits = [ref for ref in self._waits if (node := ref()) is not None and not freed(node)]
+        if not self._waits and self._arrivals is not None:
+            self._arrivals.forget()  # of a backward that ended half-way
         return not self.beside and not self._waits
 
     def wait(self, node: Any) -> None:
@@ -86,19 +86,15 @@ class Gate:
         """The tensor through which a backward reaches the gate."""
         if self._token is None:
             self._nodes = [get_gradient_edge(leaf).node for leaf in self.leaves]
-            arrivals = (_arrival(weakref.ref(self), i) for i in range(len(self._nodes)))
-            self._handles = [
-                node.register_prehook(hook) for node, hook in zip(self._nodes, arrivals, strict=True)
-            ]
             apply: Callable[..., Tensor] = _Opened.apply
             self._token = apply(weakref.ref(self), self._none, *self.leaves)
         return self._token
 
     def close(self) -> None:
         """Let go of the leaves' nodes; the next call makes new ones."""
-        for handle in self._handles:
-            handle.remove()
-        self._token, self._nodes, self._handles = None, [], []
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self._token, self._nodes, self._arrivals = None, [], None
 
     def pull(self, pulled: Pulled) -> Tensor:
         """Take gradients that are the recording's own until its next replay; the gate runs later in this backward."""
@@ -113,33 +109,37 @@ class Gate:
         return self._none
 
     def settle(self) -> Sequence[Tensor | None]:
-        """Get ready to accumulate what this backward pulled; what the engine must take on, leaf by leaf."""
+        """Accumulate what this backward pulled; what the engine must take on, leaf by leaf."""
         task = current_backward()
         with self._lock, torch.no_grad():
             mine = [taken for taken in self._pulled if taken.task == task]
-            # Those of a backward that did not come to the gate go, too.
-            self._pulled, self._waiting, self._lonely = [], {}, []
+            self._pulled = []  # those of a backward that did not come to the gate go, too
             if not mine:
                 return [None] * len(self.leaves)
             totals = _summed([taken.grads for taken in mine])
             direct = [all(modes) for modes in zip(*(taken.direct for taken in mine), strict=True)]
-            for i, (mode, total) in enumerate(zip(direct, totals, strict=True)):
-                if mode and total is not None:
-                    self._waiting[i] = total
-            return [None if mode else total for mode, total in zip(direct, totals, strict=True)]
+            return self._accumulate(direct, totals)
 
-    def arrive(self, index: int, other: Tensor | None) -> Tensor | None:
-        """The engine comes to a leaf, with what the rest of the backward has for it; what to accumulate instead."""
-        with self._lock:
-            if index not in self._waiting:
-                return None
-            total = self._waiting.pop(index)
-            if other is None:
-                self._lonely.append((self.leaves[index], total))
-            if not self._waiting:
-                _accumulate(self._lonely)
-                self._lonely = []
-        return None if other is None else other + total
+    def _accumulate(self, direct: list[bool], totals: list[Tensor | None]) -> list[Tensor | None]:
+        """Serve the leaves that are to be served here; the gradients of the others."""
+        late: list[Tensor | None] = [None] * len(totals)
+        for i, (leaf, total) in enumerate(zip(self.leaves, totals, strict=True)):
+            if direct[i] and total is not None:
+                totals[i] = None
+                if leaf.grad is None:
+                    leaf.grad = total
+                else:
+                    late[i] = total
+        # What is there already must come last in the sum, and the engine may bring more.
+        if any(total is not None for total in late) and not self._expected(late):
+            return [a if b is None else b for a, b in zip(totals, late, strict=True)]
+        return totals
+
+    def _expected(self, late: list[Tensor | None]) -> bool:
+        if self._arrivals is None:
+            self._arrivals = _Arrivals(self.leaves, self._nodes)
+            return False
+        return self._arrivals.expect(late)
 
     def _direct(self) -> list[bool]:
         """Which leaves the gate may serve itself; none in `torch.autograd.grad`, which wants them all."""
@@ -165,24 +165,50 @@ def _alone() -> int:
     return count
 
 
-def _arrival(gate: weakref.ref[Gate], index: int) -> Callable[[Any], Any]:
-    def arrive(grads: tuple[Tensor | None, ...]) -> tuple[Tensor] | None:
-        alive = gate()
-        grad = None if alive is None else alive.arrive(index, grads[0])
-        return None if grad is None else (grad,)
+class _Arrivals:
+    """Gradients to add to what `.grad` holds, once the engine has come to all leaves: it may have more for some."""
 
-    return arrive
+    def __init__(self, leaves: list[Tensor], nodes: list[Any]) -> None:
+        self._leaves = leaves
+        self._totals: list[Tensor | None] = [None] * len(leaves)
+        self._left = 0
+        self._handles = [node.register_prehook(partial(self._arrive, i)) for i, node in enumerate(nodes)]
 
+    def expect(self, totals: list[Tensor | None]) -> bool:
+        """Add these when all their leaves were met; False while another backward is at it."""
+        if self._left:
+            return False
+        self._totals, self._left = totals, sum(total is not None for total in totals)
+        return True
 
-def _accumulate(lonely: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """As the nodes of these leaves would, in one operation."""
-    with torch.no_grad():
-        kept = [(leaf.grad, grad) for leaf, grad in lonely if leaf.grad is not None]
-        if kept:
-            torch._foreach_add_([into for into, _ in kept], [grad for _, grad in kept])
-        for leaf, grad in lonely:
-            if leaf.grad is None:
-                leaf.grad = grad
+    def forget(self) -> None:
+        """Add nothing."""
+        self._totals, self._left = [None] * len(self._leaves), 0
+
+    def close(self) -> None:
+        """Leave the nodes alone."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _arrive(self, index: int, grads: tuple[Tensor | None, ...]) -> tuple[Tensor] | None:
+        total = self._totals[index]
+        if total is None:
+            return None
+        self._left -= 1
+        other = grads[0]
+        if other is not None:
+            self._totals[index] = None
+        if not self._left:
+            self._add()
+        return None if other is None else (other + total,)
+
+    def _add(self) -> None:
+        pairs = [(leaf.grad, total) for leaf, total in zip(self._leaves, self._totals, strict=True)]
+        found = [(into, total) for into, total in pairs if into is not None and total is not None]
+        self.forget()
+        if found:
+            with torch.no_grad():
+                torch._foreach_add_([into for into, _ in found], [total for _, total in found])
 
 
 class _Opened(torch.autograd.Function):
@@ -247,7 +273,7 @@ def _grouped() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def _summed(found: list[Sequence[Tensor | None]]) -> Sequence[Tensor | None]:
+def _summed(found: list[list[Tensor | None]]) -> list[Tensor | None]:
     """The sums over several replays, in the order in which they were pulled, as the engine adds them."""
     total = found[0]
     for more in found[1:]:

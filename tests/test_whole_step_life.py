@@ -27,6 +27,7 @@ from stepping import (
 )
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 from training import Wrap, clear, grads, mlp, reset, same
 
 from graphify import graphify, handle
@@ -495,3 +496,164 @@ def test_an_error_while_recording(backend, device):
         else:
             equal((eager(x), left(twin, other)), (step(x), left(net, optimizer)))
     assert counts(step)[1:] == (1, 4, 0, 1)
+
+
+# -- other ways to write a step
+
+
+def by_hand(net: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(net, x)
+        loss.backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+        return loss.detach()
+
+    return step
+
+
+def by_autograd_grad(net: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
+    def step(x: Tensor) -> Tensor:
+        parameters = [*net.parameters()]
+        loss = loss_of(net, x)
+        for p, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p.grad = grad
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def by_closure(net: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
+    def step(x: Tensor) -> Tensor:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(net, x)
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).detach()
+
+    return step
+
+
+def by(backward: Callable[[nn.Module, Tensor], Any]) -> Callable[..., Callable[[Tensor], Tensor]]:
+    def make(net: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = backward(net, x)
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    return make
+
+
+def twice(net: nn.Module, x: Tensor) -> Tensor:
+    loss = loss_of(net, x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss
+
+
+def in_part(net: nn.Module, x: Tensor) -> Tensor:
+    loss = loss_of(net, x)
+    loss.backward(inputs=[net[2].weight])
+    return loss
+
+
+def with_checkpoint(net: nn.Module, x: Tensor) -> Tensor:
+    loss = checkpoint(net, x, use_reentrant=False).square().mean()
+    loss.backward()
+    return loss
+
+
+def without_grad_mode(net: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
+    return torch.no_grad()(torch.enable_grad()(plain_step(net, optimizer)))
+
+
+WAYS: dict[str, Callable[..., Callable[[Tensor], Tensor]]] = {
+    "by hand": by_hand,
+    "autograd.grad": by_autograd_grad,
+    "closure": by_closure,
+    "backward twice": by(twice),
+    "backward of some": by(in_part),
+    "checkpoint": by(with_checkpoint),
+    "enable_grad inside no_grad": without_grad_mode,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_write_a_step(backend, device, way):
+    """However gradients and updates are written, one recording leaves what eager leaves."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        net, optimizer = pair(device, adamw)
+        step = wrap(WAYS[way](net, optimizer))
+        for x in batches(device):
+            yield step(x), left(net, optimizer)
+
+    assert counts(*same(train, backend)) == ALL_REPLAYED
+
+
+@pytest.mark.parametrize("options", [{"outputs": "static"}, {"warmup": 3}, {"max_graphs": None}], ids=str)
+def test_options(backend, device, options):
+    """The wrapper's options change nothing of what a step leaves."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        net, optimizer = pair(device, adamw)
+        step = wrap(plain_step(net, optimizer))
+        for i, x in enumerate(batches(device)):
+            optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
+            yield step(x).clone(), left(net, optimizer)
+
+    warmups = options.get("warmup", 1)
+    assert counts(*same(train, backend, **options)) == (warmups, 1, REPLAYS + 1 - warmups, 0, 0)
+
+
+def re_set(net: nn.Module, optimizer: Optimizer) -> None:
+    for p in net.parameters():
+        p.data = p.data.clone()
+
+
+def replace(net: nn.Module, optimizer: Optimizer) -> None:
+    net[0].weight = nn.Parameter(net[0].weight.detach().clone())
+
+
+CHANGES: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
+    "data": re_set,
+    "parameter": replace,
+    "state": lambda net, optimizer: optimizer.state.clear(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_step_uses_is_replaced(backend, device, change):
+    """Other memory, another parameter or no state any more: noticed, and recorded anew."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        net, optimizer = pair(device, adamw)
+        step = wrap(plain_step(net, optimizer))
+        for i, x in enumerate(batches(device, 14)):
+            if i == 6:
+                CHANGES[change](net, optimizer)
+            yield step(x), left(net, optimizer)
+
+    assert counts(*same(train, backend)) == (2, 2, 10, 0, 0)
+
+
+def test_a_tied_parameter(backend, device):
+    """A parameter that stands in two layers gets the sum of both gradients, and one step."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(device)
+        net[2].weight = net[0].weight
+        optimizer = adamw(net.parameters(), device)
+        step = wrap(plain_step(net, optimizer))
+        for x in batches(device):
+            yield step(x), left(net, optimizer)
+
+    assert counts(*same(train, backend)) == ALL_REPLAYED

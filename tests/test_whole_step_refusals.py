@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from stepping import (
     ONCE,
     READS,
     REPLAYS,
+    Opaque,
     adamw,
     batches,
     left,
@@ -23,7 +25,7 @@ from stepping import (
     refused,
 )
 from torch import Tensor
-from training import Wrap, mlp, same
+from training import Wrap, clear, mlp, same
 
 from graphify import CaptureError, GraphifyWarning, graphify, handle
 
@@ -227,3 +229,61 @@ def test_ahead_of_time_after_one_step(backend, device, to_none):
     (graphed,) = same(train, backend)
     assert counts(graphed) == (0, 0, REPLAYS + 2, 0, 0)
     assert recordings(graphed) == 1
+
+
+def test_gradients_that_need_gradients(backend, device):
+    """`backward(create_graph=True)` would leave gradients with a history, and is refused with another way."""
+    net, optimizer = pair(device)
+
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(net, x)
+        torch.autograd.backward(loss, create_graph=True)
+        optimizer.step()
+        return loss.detach()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's own, of the reference cycle
+        error = refused(step, [[x] for x in batches(device, 2)], backend)
+    assert error.what == "`net.0.weight.grad` needs a gradient itself after `backward(create_graph=True)`"
+    assert error.fix == "`torch.autograd.grad(..., create_graph=True)` for the inner gradient"
+    clear(net)
+
+
+def test_an_argument_as_a_gradient(backend, device):
+    """A `.grad` that is set to an argument is refused, since the graph has a copy of it."""
+    net, optimizer = pair(device)
+
+    def step(x: Tensor) -> None:
+        net[0].weight.grad = x
+        optimizer.step()
+
+    error = refused(step, [[x] for x in batches(device, 2)], backend)
+    assert error.what == "`net.0.weight.grad` is set to an argument"
+    assert error.fix == "copy it into the `.grad` that is there, or set it outside the graphed function"
+
+
+def test_parameters_that_no_name_leads_to(backend, device):
+    """A net that is out of sight is refused: nobody could follow its gradients."""
+    net = mlp(device)
+    unseen = Opaque(net)
+
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(unseen.get(), x)
+        loss.backward()
+        return loss.detach()
+
+    error = refused(step, [[x] for x in batches(device, 2)], backend)
+    assert error.what.startswith("a parameter of shape (")
+    assert error.what.endswith("is trained that no name leads to")
+    assert error.fix == "keep it in a module, an attribute or a variable that the function names"
+
+
+def test_other_results_that_need_gradients(backend, device):
+    """What stands beside a detached loss must not need gradients either."""
+    net, optimizer = pair(device)
+    plain = plain_step(net, optimizer)
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        return plain(x), net(x)
+
+    assert refused(step, [[x] for x in batches(device, 2)], backend).fix == "`return loss.detach()`"

@@ -33,7 +33,7 @@ from ._acts import (
     ZeroGradients as ZeroGradients,
 )
 from ._changes import Changes as Changes
-from ._data import Data as Data, Rows as Rows, make_tensor as make_tensor
+from ._data import Data as Data, Rows as Rows, Scaled as Scaled, make_tensor as make_tensor
 from ._grammar import programs as programs
 from ._matching import assert_matches_eager as assert_matches_eager
 from ._programs import Input as Input, Program as Program, State as State
@@ -68,6 +68,7 @@ __all__ = [
     "Program",
     "Record",
     "Rows",
+    "Scaled",
     "SetGradients",
     "Spoil",
     "State",

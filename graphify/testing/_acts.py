@@ -96,7 +96,10 @@ class Backward(Act):
 
 @dataclass(frozen=True, repr=False)
 class Gradients(Act):
-    """`torch.autograd.grad` from results to "parameters", "arguments" or "all" of both; kept and compared."""
+    """`torch.autograd.grad` from results to "parameters", "arguments" or "all" of both; kept and compared.
+
+    `create` asks for the graph of the gradients too, which a replay does not have: it must say so.
+    """
 
     ago: tuple[int, ...] = (0,)
     loss: str = "sum"
@@ -104,6 +107,8 @@ class Gradients(Act):
     retain: bool = False
     to: str = "all"
     seed: int = 0
+    create: bool = False
+    keeps = True
 
     def __call__(self, twin: Twin) -> None:
         """Keep the gradients, None where nothing leads to."""
@@ -113,10 +118,15 @@ class Gradients(Act):
         with torch.enable_grad():
             roots, gradients = _roots(wanted, self.loss, self.seed)
             found: tuple[Tensor | None, ...] = torch.autograd.grad(
-                roots, inputs, gradients, retain_graph=self.retain, allow_unused=True
+                roots,
+                inputs,
+                gradients,
+                retain_graph=self.retain,
+                create_graph=self.create,
+                allow_unused=True,
             )
         # Eager may give one tensor for several inputs; graphed ones are fresh, each its own object.
-        twin.held.append([None if gradient is None else gradient[...] for gradient in found])
+        twin.held.append([None if gradient is None else gradient.detach() for gradient in found])
 
 
 def _inputs(twin: Twin, ago: tuple[int, ...], which: str) -> list[Tensor]:
@@ -124,6 +134,10 @@ def _inputs(twin: Twin, ago: tuple[int, ...], which: str) -> list[Tensor]:
     if which in ("arguments", "all"):
         found += [tensor for outcome in _calls(twin, ago) for tensor in arguments(outcome)]
     return list({id(tensor): tensor for tensor in found}.values())
+
+
+def _writable(tensor: Tensor) -> bool:
+    return not tensor.is_inference() and not overlaps_itself(tensor)
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,12 +152,7 @@ class Edit(Act):
 
     def __call__(self, twin: Twin) -> None:
         """What eager forbids (a leaf, a view of many) is left out on both sides."""
-        found = [
-            tensor
-            for outcome in _calls(twin, self.ago)
-            for tensor in floats(outcome.value)
-            if not overlaps_itself(tensor)
-        ]
+        found = [t for outcome in _calls(twin, self.ago) for t in floats(outcome.value) if _writable(t)]
         if found:
             with torch.set_grad_enabled(self.recorded):
                 found[self.pick % len(found)].mul_(self.factor)
@@ -161,7 +170,7 @@ class EditArguments(Act):
         """Behind autograd's back, for leaves too."""
         for outcome in _calls(twin, self.ago):
             for tensor in floats((outcome.args, outcome.kwargs)):
-                if not overlaps_itself(tensor):
+                if _writable(tensor):
                     with torch.no_grad():
                         tensor.mul_(self.factor)
 

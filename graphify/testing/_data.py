@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._worlds import Late, World
 
-__all__ = ["LAYOUTS", "Data", "Rows", "fits", "make_tensor"]
+__all__ = ["LAYOUTS", "Data", "Rows", "Scaled", "fits", "make_tensor"]
 
 Shape = tuple[int, ...]
 
@@ -157,3 +157,16 @@ class Rows(Late):
         tensor = self.of.resolve(world)
         with torch.inference_mode(tensor.is_inference()):
             return tensor[self.start : self.stop]
+
+
+@dataclass(frozen=True)
+class Scaled(Late):
+    """Another argument's tensor times a number: one with a history, where that requires gradients."""
+
+    of: Data
+    factor: float = 2.0
+
+    def resolve(self, world: World) -> Any:
+        """A new product in this world."""
+        with torch.enable_grad():
+            return self.of.resolve(world) * self.factor

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._layout import overlaps_itself
+from .._layout import family_key, overlaps_itself
 from ._compare import held_by
 from ._twins import Act, Outcome, Twin
 from ._worlds import reachable
@@ -44,42 +44,57 @@ def results(outcome: Outcome, picks: tuple[int, ...] = ()) -> list[Tensor]:
 
 
 def collecting(twin: Twin) -> Iterator[Tensor]:
-    """Every leaf that may hold a gradient: of the state, and of all arguments so far."""
+    """Every leaf that may hold a gradient: of the state, and of what arguments were made from."""
     yield from (tensor for tensor in _state(twin) if tensor.is_leaf)
-    for outcome in twin.outcomes:
-        for tensor in floats((outcome.args, outcome.kwargs)):
-            yield from (t for t in (tensor, tensor._base) if t is not None and t.is_leaf)
+    yield from (tensor for tensor in twin.world.made.values() if tensor.is_leaf)
 
 
-def forget(act: Act, twin: Twin) -> None:
-    """After a backward that raised: nothing that it may have half done, and not the results that it went back from."""
+def forget(twin: Twin) -> None:
+    """After a backward that raised: nothing that it may have half done, and no result whose graph it may have freed."""
     for kept in twin.held:
         kept.clear()
     for leaf in collecting(twin):
         leaf.grad = None
-    for ago in getattr(act, "ago", ()):
-        if ago < len(twin.outcomes):
-            twin.drop(-1 - ago)
+    twin.forget()
 
 
 def align(act: Act, eager: Twin, graphed: Twin) -> None:
-    """Where a backward went through several calls, sums may be rounded in another order: if close, make them equal."""
-    if not _goes_through_several(act, eager):
+    """Where a sum of gradients may be rounded in another order: if both are close, make them equal."""
+    if not _adds_up_elsewhere(act, eager):
         return
-    for left, right in zip(_gradients(eager), _gradients(graphed), strict=False):
-        if left is not None and right is not None and not overlaps_itself(right) and _close(left, right):
+    for left, right in zip(collecting(eager), collecting(graphed), strict=True):
+        if left.grad is not None and right.grad is not None and _close(left.grad, right.grad):
             with torch.no_grad():
-                right.copy_(left)
+                right.grad.copy_(left.grad)
+    if act.keeps and eager.held:
+        given, found = eager.held[-1], graphed.held[-1]
+        found[:] = [_like(left, right) for left, right in zip(given, found, strict=True)]
 
 
-def _goes_through_several(act: Act, twin: Twin) -> bool:
+def _like(left: Any, right: Any) -> Any:
+    """Eager's gradient with its strides, if the graphed one is close."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor) and _close(left, right):
+        return right if overlaps_itself(left) else torch.empty_like(left).copy_(left)
+    return right
+
+
+def _adds_up_elsewhere(act: Act, twin: Twin) -> bool:
+    """Whether a backward goes through several calls, or from a result that is an argument or a parameter itself.
+
+    Eager then adds up all parts in the order of its graph; a graphed call adds up its own parts first.
+    """
     made = [twin.outcomes[-1 - ago] for ago in getattr(act, "ago", ()) if ago < len(twin.outcomes)]
-    chained = [tensor for outcome in made for tensor in arguments(outcome)] + (_state(twin) if made else [])
-    return len(made) > 1 or any(tensor.requires_grad and not tensor.is_leaf for tensor in chained)
-
-
-def _gradients(twin: Twin) -> list[Tensor | None]:
-    return [leaf.grad for leaf in collecting(twin)] + floats(twin.held[-1:])
+    if not made:
+        return False
+    given, state = [tensor for outcome in made for tensor in arguments(outcome)], _state(twin)
+    memory = {family_key(tensor) for tensor in (*given, *state) if tensor.requires_grad}
+    returned = {id(tensor) for outcome in twin.outcomes for tensor in floats(outcome.value)}
+    return (
+        len(made) > 1
+        or any(family_key(tensor) in memory for outcome in made for tensor in results(outcome))
+        or any(id(tensor) in returned for tensor in given)
+        or any(tensor.grad_fn is not None and tensor._version for tensor in state)
+    )
 
 
 def _close(left: Tensor, right: Tensor) -> bool:

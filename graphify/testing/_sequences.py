@@ -89,6 +89,8 @@ class Setting:
     inference: bool = False
     requires_grad: bool = False
     needing: frozenset[str] = frozenset()
+    """Where only some inputs require gradients: these, and which of them have a history."""
+    scaled: frozenset[str] = frozenset()
 
 
 class Drawer:
@@ -123,12 +125,7 @@ class Drawer:
             overlapping=self.chance(20),
             inference=mode == "inference" and self.chance(30),
             requires_grad=mode == "grad" and self.chance(30),
-            needing=self.needing(),
         )
-
-    def needing(self) -> frozenset[str]:
-        """The inputs that require gradients, where only some do."""
-        return frozenset()
 
     def _layout(self, item: Input) -> str:
         shape, dtype = _shape(item, 3), getattr(torch, item.dtype)

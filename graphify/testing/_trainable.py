@@ -57,6 +57,14 @@ def weight(w: Writer) -> None:
         w.let(text.format(f"{var.name}.float()", w.hold(name, kind, init)), ROWS, "float32")
 
 
+def derived(w: Writer) -> None:
+    """A tensor held outside that was made from a weight, by an operation that saves nothing: gradients go on to it."""
+    if var := w.floats(ROWS):
+        base = w.hold("leaf", "leaf", f"{ROW}.requires_grad_()")
+        held = w.hold("derived", "derived", f"{base} + 1.0")
+        w.let(f"{var.name}.float() * {held} + {base}", ROWS, "float32")
+
+
 def tied(w: Writer) -> None:
     """Two layers with one weight; also one of them alone."""
     if var := w.floats(ROWS):
@@ -89,4 +97,4 @@ def tensor_hook(w: Writer) -> None:
         ]
 
 
-TRAINABLE = 4 * [weight] + 2 * [tied] + [custom_gradient, stopped, tensor_hook]
+TRAINABLE = 4 * [weight] + 2 * [tied] + [derived, custom_gradient, stopped, tensor_hook]

@@ -20,7 +20,7 @@ from ._acts import (
     ZeroGradients,
 )
 from ._changes import Change, Changes, changes_of
-from ._data import Data
+from ._data import Data, Scaled
 from ._programs import Input, Program
 from ._sequences import Ambient, Drawer, Setting
 from ._strategies import need_hypothesis
@@ -50,17 +50,26 @@ class _Habit:
 class _Trainer(Drawer):
     """Draws rounds of training for one program."""
 
-    def needing(self) -> frozenset[str]:
-        """The inputs that require gradients."""
-        names = [item.name for item in self.program.inputs]
-        if not self.chance(50):
-            return frozenset()
-        return frozenset(name for name in names if self.chance(70))
+    def setting(self, modes: tuple[str, ...]) -> Setting:
+        found, inputs = super().setting(modes), self.program.inputs
+        if found.inference or not self.chance(50):
+            return found
+        wide = [item for item in inputs if item.dtype.startswith(("float", "bfloat", "complex"))]
+        needing = {item for item in wide if self.chance(70 if not item.written else 0 if item.box else 5)}
+        scaled = {item for item in needing if not item.box and (item.written or self.chance(25))}
+        return replace(found, needing=_names(needing), scaled=_names(scaled))
 
     def _datum(self, item: Input, layout: str, setting: Setting) -> Data:
         datum = super()._datum(item, layout, setting)
-        wide = item.dtype.startswith(("float", "bfloat", "complex"))
-        return replace(datum, requires_grad=wide and not item.written and item.name in setting.needing)
+        return replace(datum, requires_grad=item.name in setting.needing)
+
+    def _values(self, setting: Setting) -> list[Any]:
+        """Some have a history, and rarely one that the program writes into."""
+        values = super()._values(setting)
+        for index, (item, value) in enumerate(zip(self.program.inputs, values, strict=True)):
+            if isinstance(value, Data) and item.name in setting.scaled:
+                values[index] = Scaled(value)
+        return values
 
     def habit(self) -> _Habit:
         return _Habit(
@@ -141,7 +150,8 @@ class _Trainer(Drawer):
     def _gradients(self, habit: _Habit, acts: list[list[Act]]) -> None:
         to = self.choose(["all", "parameters", "arguments"])
         acts[0] += self._edits()
-        acts[0].append(Gradients((0,), habit.loss, habit.picks, self.chance(20), to, self.new_seed()))
+        seed, create = self.new_seed(), self.chance(8)
+        acts[0].append(Gradients((0,), habit.loss, habit.picks, self.chance(20), to, seed, create))
         if self.chance(20):
             acts[0].append(self._backward(habit))
 
@@ -162,6 +172,10 @@ class _Trainer(Drawer):
         found = [change for change in found if not gentle or change[0] in _GENTLE]
         count = self.choose([1, 1, 2])
         return Changes(tuple(self.choose(found[::-1]) for _ in range(count)))
+
+
+def _names(inputs: set[Input]) -> frozenset[str]:
+    return frozenset(item.name for item in inputs)
 
 
 def training_sequences(
@@ -186,7 +200,9 @@ def _composite() -> Any:
 
 def _draw_training(draw: DrawFn, program: Program, counts: tuple[int, int], device: str) -> list[Call]:
     trainer = _Trainer(draw, program, device)
-    settings = [trainer.setting(("grad",)) for _ in range(trainer.choose([1, 1, 2]))]
+    settings = [trainer.setting(("grad",))]
+    if trainer.chance(40):
+        settings.append(trainer.setting(trainer.choose([("grad",), ("no_grad",), ("inference",)])))
     total, habit = draw(need_hypothesis().integers(*counts)), trainer.habit()
     calls: list[Call] = []
     while len(calls) < total:
@@ -195,6 +211,6 @@ def _draw_training(draw: DrawFn, program: Program, counts: tuple[int, int], devi
         for index, acts in enumerate(trainer.round(usual, total - len(calls))):
             args, kwargs = trainer.arguments(number, settings[number])
             change = trainer.changes(gentle=index > 0) if trainer.chance(15) else None
-            context = Ambient("grad", settings[number].autocast)
+            context = Ambient(settings[number].mode, settings[number].autocast)
             calls.append(Call(args, kwargs, change, context, Then(tuple(acts))))
     return calls

@@ -24,6 +24,8 @@ class Act:
     """Whether it is left out on the graphed side where eager raises; it must then raise before it has any effect."""
     quiet = False
     """Whether the next comparison is soon enough: nothing that it shows is gone by then."""
+    keeps = False
+    """Whether it puts new gradients among what the twin holds."""
 
     def __call__(self, twin: Twin) -> None:
         """Do it in this twin's world."""

@@ -76,6 +76,11 @@ class World:
             self._made[key] = self._tensor(make())
         return self._made[key]
 
+    @property
+    def made(self) -> Mapping[Hashable, Tensor]:
+        """The tensors made by key so far."""
+        return self._made
+
     def _tensor(self, tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             moved: Tensor = (
