@@ -40,6 +40,8 @@ class Wanted(NamedTuple):
     others: list[Tensor]
     edges: list[Any]
     """The tensors or edges of the recorded run that stand for these, in this order."""
+    real: bool = False
+    """Whether an edge belongs to a tensor itself and not to a stand-in."""
     custom: bool = False
     """Whether somebody's own `autograd.Function` is on the way, which may keep what no hook sees."""
 
@@ -77,7 +79,8 @@ class Ends:
         leaves = [(t, edge) for t, edge in outside if gated(t, device)]
         others = [(t, edge) for t, edge in outside if not gated(t, device)]
         edges = [*(arguments[i] for i in order), *(edge for _, edge in (*leaves, *others))]
-        return Wanted(order, [t for t, _ in leaves], [t for t, _ in others], edges, self._custom)
+        real = any(isinstance(edge, GradientEdge) for edge in edges)
+        return Wanted(order, [t for t, _ in leaves], [t for t, _ in others], edges, real, self._custom)
 
     def _search(self, edges: list[tuple[Any, int]]) -> Iterable[Tensor]:
         found: dict[int, Tensor] = {}
@@ -163,7 +166,7 @@ class Instance:
         if wants.leaves:
             gates, key = self.patterns.gates, tuple(map(id, wants.leaves))
             self._gate = gates.get(key) or gates.setdefault(key, Gate(wants.leaves, self.device))
-            if any(isinstance(edge, GradientEdge) for edge in wants.edges[len(wants.arguments) :]):
+            if wants.real:
                 self._gate.holders.add(self)
 
     def renew(self, results: Sequence[Tensor], saved: list[Tensor], outside: Container[int]) -> None:
@@ -254,7 +257,11 @@ class Instance:
         self, key: Any, grads: Sequence[Tensor | None], given: tuple[Tensor, ...]
     ) -> tuple[Sequence[Tensor | None], Pulled]:
         """Record the backward for a new pattern of incoming gradients, and replay it once."""
-        patterns = self.patterns
+        patterns, backend = self.patterns, self.setting.backend
+        if self.wanted.real and backend.nodes_have_streams:
+            return self._live(
+                grads, given
+            )  # a capture would have to wait for the stream of that tensor's node
         error = patterns.refused.get(key)
         if error is None:
             try:
@@ -266,7 +273,7 @@ class Instance:
                 patterns.recorded()
                 ran = backward.graph.recording.ran
                 return backward.graph(given, (), staged=ran), backward.pulled(given)
-        if self.drew and self.setting.backend.nodes_have_streams:
+        if self.drew and backend.nodes_have_streams:
             raise error  # a random operator's backward looks on the device for what a live one has on the host
         patterns.refuse(error)
         return self._live(grads, given)

@@ -20,7 +20,7 @@ from ._inputs import StaticInputs
 from ._layout import family_key, is_dense
 from ._optimizers import refused_change
 from ._places import MISSING, Change, Survey
-from ._results import ResultPlan
+from ._results import ResultPlan, TangledError
 from ._stand_ins import StandIns
 from ._tree import Tree, tensors_of, tree_of
 from ._trial import HostRandomness
@@ -356,6 +356,8 @@ class _Recorder:
         older = [*met, *(t for _, t in self.before.tensors())]
         ends = Ends(statics, self.stand_ins.real, older, self.watch.born)
         wants = ends.of((p.tensor for p in plan.primaries), self.device)
+        if wants.real and self.watch.drew and self.setting.backend.nodes_have_streams:
+            raise TangledError  # its backward could neither be captured nor run live
         self.instance = Instance(self.setting, graph, self.device, self.patterns)
         self.instance.drew = self.watch.drew
         self.instance.plan(plan.primaries, wants, statics)
