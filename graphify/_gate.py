@@ -60,6 +60,7 @@ class Gate:
         self._pulled: list[_Taken] = []
         self._token: Tensor | None = None
         self._nodes: list[Any] = []
+        self._nobody: Any = None
         self._arrivals: _Arrivals | None = None
         self._none = torch.zeros((), device=device)
         self._waits: list[weakref.ref[Any]] = []
@@ -86,24 +87,29 @@ class Gate:
         """The tensor through which a backward reaches the gate."""
         if self._token is None:
             self._nodes = [get_gradient_edge(leaf).node for leaf in self.leaves]
+            # Nobody can ask for this leaf's gradient, so its node runs in a backward without `inputs=` only.
+            nobody = torch.zeros((), device=self._none.device, requires_grad=True)
+            self._nobody = get_gradient_edge(nobody).node
             apply: Callable[..., Tensor] = _Opened.apply
-            self._token = apply(weakref.ref(self), self._none, *self.leaves)
+            self._token = apply(weakref.ref(self), nobody, *self.leaves)
         return self._token
 
     def close(self) -> None:
         """Let go of the leaves' nodes; the next call makes new ones."""
         if self._arrivals is not None:
             self._arrivals.close()
-        self._token, self._nodes, self._arrivals = None, [], None
+        self._token, self._nodes, self._nobody, self._arrivals = None, [], None, None
 
     def pull(self, pulled: Pulled) -> Tensor:
         """Take gradients that are the recording's own until its next replay; the gate runs later in this backward."""
-        direct = self._direct()
-        handed: Sequence[Tensor | None] = pulled.fitting if all(direct) else pulled.hand_out()
-        places = [i for i, grad in enumerate(pulled.fitting) if direct[i] and grad is not None]
-        taken = list(handed)
-        for i, copy in zip(places, _copies([pulled.fitting[i] for i in places]), strict=True):
-            taken[i] = copy
+        direct, fitting = self._direct(), pulled.fitting
+        places = [i for i, grad in enumerate(fitting) if direct[i] and grad is not None]
+        copies = _copies([fitting[i] for i in places])
+        taken: list[Tensor | None] = [*copies]
+        if len(places) < len(fitting):
+            taken = [*(fitting if all(direct) else pulled.hand_out())]
+            for i, copy in zip(places, copies, strict=True):
+                taken[i] = copy
         with self._lock:
             self._pulled.append(_Taken(current_backward(), direct, taken))
         return self._none
@@ -116,8 +122,10 @@ class Gate:
             self._pulled = []  # those of a backward that did not come to the gate go, too
             if not mine:
                 return [None] * len(self.leaves)
-            totals = _summed([taken.grads for taken in mine])
-            direct = [all(modes) for modes in zip(*(taken.direct for taken in mine), strict=True)]
+            direct, totals = mine[0].direct, mine[0].grads
+            if len(mine) > 1:
+                totals = _summed([taken.grads for taken in mine])
+                direct = [all(modes) for modes in zip(*(taken.direct for taken in mine), strict=True)]
             return self._accumulate(direct, totals)
 
     def _accumulate(self, direct: list[bool], totals: list[Tensor | None]) -> list[Tensor | None]:
@@ -147,11 +155,14 @@ class Gate:
         if _will_run is None or _grouped() or not self._nodes:
             return nothing
         try:
-            wanted = [*map(_will_run, self._nodes)]
+            plain = _will_run(self._nobody)
+            wanted = [True] * len(self.leaves) if plain else [*map(_will_run, self._nodes)]
         except RuntimeError:  # torch cannot say, since nothing is accumulated at all
             return nothing
         alone, holders = _alone() + len(self.holders), [*map(sys.getrefcount, self._nodes)]
         watched = [*map(_watched, self.leaves)]
+        if plain and not any(watched) and holders == [alone] * len(holders):
+            return wanted
         return [w and n == alone and not s for w, n, s in zip(wanted, holders, watched, strict=True)]
 
 
@@ -215,10 +226,10 @@ class _Opened(torch.autograd.Function):
     """The gate's node. It saves nothing, so that it can run in every backward."""
 
     @staticmethod
-    def forward(ctx: Any, gate: weakref.ref[Gate], token: Tensor, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: weakref.ref[Gate], nobody: Tensor, *leaves: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.gate = gate
-        return token.clone()
+        return nobody.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
