@@ -82,6 +82,7 @@ class Backward(Act):
     retain: bool = False
     into: str = ""
     seed: int = 0
+    goes_back = True
 
     def __call__(self, twin: Twin) -> None:
         """Gradients come to the leaves."""
@@ -108,7 +109,7 @@ class Gradients(Act):
     to: str = "all"
     seed: int = 0
     create: bool = False
-    keeps = True
+    goes_back = keeps = True
 
     def __call__(self, twin: Twin) -> None:
         """Keep the gradients, None where nothing leads to."""

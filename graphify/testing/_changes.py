@@ -104,6 +104,11 @@ def _renew(twin: Any, name: str, seed: int) -> None:
     place.set(nn.Parameter(_like(place.get(), seed)))
 
 
+def _rate(twin: Any, name: str, rate: float) -> None:
+    for group in Place(twin, name).get().param_groups:
+        group["lr"] = rate
+
+
 def _seed(twin: Any, name: str, seed: int) -> None:
     torch.manual_seed(seed)
 
@@ -123,6 +128,7 @@ _VERBS: dict[str, Callable[..., None]] = {
     "freeze": _freeze,
     "require": _require,
     "renew": _renew,
+    "rate": _rate,
     "seed": _seed,
 }
 
@@ -154,5 +160,6 @@ def changes_of(item: State, seed: int) -> list[Change]:
         "config": [("field", item.name, "value", 2.0), ("field", item.name, "value", 3.0)],
         "named": [("put_tensor", item.name, "w", seed)],
         "piled": [("put_tensor", item.name, 0, seed)],
+        "optimizer": [("rate", item.name, 0.05), ("rate", item.name, 0.2), ("rate", item.name, 0.01)],
     }
     return others.get(item.kind, [])

@@ -102,6 +102,9 @@ class Comparison:
             self.gradients(f"{path}.grad", eager.grad, graphed.grad)
 
     def _mappings(self, path: str, eager: Mapping[Any, Any], graphed: Mapping[Any, Any]) -> None:
+        if any(isinstance(key, Tensor) for key in eager):  # what an optimizer knows of each parameter
+            self._sequences(path, [*eager.items()], [*graphed.items()])
+            return
         if list(eager) != list(graphed):
             self._differ(path, "keys", str(list(eager)), str(list(graphed)))
         for key in eager:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ._programs import Input, Program, render
 from ._statements import FAMILIES, host_side, write_out
 from ._strategies import need_hypothesis
-from ._trainable import TRAINABLE, weight
+from ._trainable import TRAINABLE, step, weight
 from ._writer import ROWS, WIDTH, Var, Writer
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def programs(
     shapes: tuple[str, ...] = ("module", "object", "closure", "global"),
     host_side_percent: int = 10,
     trained: bool = False,
+    steps: bool = False,
 ) -> SearchStrategy[Program]:
     """Small random `Program`s: `make()` builds the callable with its state; the repr can be pasted into a test.
 
@@ -47,10 +48,11 @@ def programs(
         host_side_percent: how many contain what no graph can repeat (counting, appending, host reads); expect a
             GraphifyError or eager calls from these.
         trained: for `training_sequences`: all run in grad mode, most hold leaves that require gradients.
+        steps: each goes through its own backward and moves its weights, alone or by an optimizer.
     """
     need_hypothesis()
     strategy: SearchStrategy[Program] = _composite()(
-        (min_statements, max_statements), shapes, host_side_percent, trained
+        (min_statements, max_statements), shapes, host_side_percent, trained or steps, steps
     )
     return strategy
 
@@ -61,13 +63,18 @@ def _composite() -> Any:
 
 
 def _draw_program(
-    draw: DrawFn, sizes: tuple[int, int], shapes: tuple[str, ...], host_side_percent: int, trained: bool
+    draw: DrawFn,
+    sizes: tuple[int, int],
+    shapes: tuple[str, ...],
+    host_side_percent: int,
+    trained: bool,
+    steps: bool,
 ) -> Program:
     st = need_hypothesis()
     w = Writer(draw, draw(st.sampled_from(shapes)), trained=trained)
     families = _TRAINED if trained else FAMILIES
     inputs = [_input(w, number) for number in range(w.choose([1, 2, 2, 3]))]
-    if trained and w.chance(70):
+    if steps or (trained and w.chance(70)):
         weight(w)
     for _ in range(draw(st.integers(*sizes))):
         w.choose(families)(w)
@@ -75,7 +82,7 @@ def _draw_program(
         host_side(w)
     for _ in range(w.choose([0, 1, 2])):
         w.choose(families)(w)
-    w.body.append(f"return {_result(w)}")
+    w.body.append(f"return {step(w) if steps else _result(w)}")
     return _finish(w, inputs)
 
 

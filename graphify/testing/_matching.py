@@ -75,8 +75,9 @@ def assert_matches_eager(
         worlds = _worlds(target, make, place)
         decorate: Any = graphify
         entry = (graphed or decorate(backend=backend, **options))(worlds[1].twin)
-        trained = any(isinstance(call.after, Then) for call in sequence)
-        eager = Twin(worlds[0], worlds[0].twin, Witness() if trained else None)
+        acts = [act for call in sequence if isinstance(call.after, Then) for act in call.after.acts]
+        witness = Witness() if any(act.goes_back for act in acts) else None
+        eager = Twin(worlds[0], worlds[0].twin, witness)
         pair = _Pair(eager, Twin(worlds[1], entry), check_state, loud_ok)
         for number, call in enumerate(sequence, 1):
             if options.get("outputs") == "static":
@@ -188,7 +189,7 @@ class _Pair:
             return
         if graphed.error is None and _FORBIDDEN in str(eager.error):
             return
-        if eager.error is None and isinstance(graphed.error, GraphifyError):
+        if isinstance(graphed.error, GraphifyError):
             self._judge(graphed.error, title)
             return
         line = f"exception: eager {_named(eager.error)}, graphed {_named(graphed.error)}"

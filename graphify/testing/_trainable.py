@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ._writer import ROWS, WIDTH, Writer
 
-__all__ = ["TRAINABLE", "weight"]
+__all__ = ["TRAINABLE", "step", "weight"]
 
 SQUARE = f"torch.linspace(-1.0, 1.0, {WIDTH * WIDTH}).view({WIDTH}, {WIDTH})"
 ROW = f"torch.linspace(0.5, 1.5, {WIDTH})"
@@ -98,3 +98,47 @@ def tensor_hook(w: Writer) -> None:
 
 
 TRAINABLE = 4 * [weight] + 2 * [tied] + [derived, custom_gradient, stopped, tensor_hook]
+
+
+STEPS = [
+    [
+        "with torch.no_grad():",
+        "    for parameter in [{0}]:",
+        "        if parameter.grad is not None:",
+        "            parameter.sub_(parameter.grad.clamp(-1.0, 1.0) * 0.1)",
+    ],
+    ["torch.nn.utils.clip_grad_norm_([{0}], 1.0)", "{1}.step()"],
+    ["{1}.step()"],
+]
+OPTIMIZERS = [
+    "torch.optim.SGD([{0}], lr=0.1)",
+    "torch.optim.SGD([{0}], lr=0.1, momentum=0.9, nesterov=True)",
+    "torch.optim.SGD([{0}], lr=0.1, weight_decay=0.01, foreach=False)",
+]
+ZEROED = [
+    [],
+    ["for parameter in [{0}]:", "    parameter.grad = None"],
+    [
+        "for parameter in [{0}]:",
+        "    if parameter.grad is not None:",
+        "        parameter.grad.zero_()",
+    ],
+]
+
+
+def step(w: Writer) -> str:
+    """A loss, its backward, and a step that moves the weights; returns how the body calls what it gives back."""
+    parts = [var.name for var in w.variables if var.dtype in ("float32", "float64")][-2:]
+    terms = [f"{name}.double().square().mean()" for name in parts]
+    w.body.append(f"loss = {' + '.join(terms)}")
+    weights = ", ".join(filter(None, map(w.weights_of, w.state.values())))
+    lines = w.choose(STEPS)
+    after = w.choose(ZEROED)
+    first = w.chance(30)
+    opt = ""
+    if any("{1}" in line for line in lines):
+        opt = w.hold("opt", "optimizer", w.choose(OPTIMIZERS).format(weights))
+    written = [*after * first, "loss.backward()", *lines, *after * (not first)]
+    w.body.append("if loss.requires_grad:")
+    w.body += [f"    {line.format(weights, opt)}" for line in written]
+    return f"loss.detach(), {parts[-1]}.detach() * 1.0" if w.chance(50) else "loss.detach()"

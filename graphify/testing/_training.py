@@ -174,12 +174,29 @@ class _Trainer(Drawer):
         return Changes(tuple(self.choose(found[::-1]) for _ in range(count)))
 
 
+class _Stepper(_Trainer):
+    """Draws calls of a program that is a whole step."""
+
+    def setting(self, modes: tuple[str, ...]) -> Setting:
+        return replace(super().setting(modes), needing=frozenset(), scaled=frozenset())
+
+    def habit(self) -> _Habit:
+        return _Habit("none", LOSSES[0], (), ())
+
+    def round(self, habit: _Habit, room: int) -> list[list[Act]]:
+        """What may happen after a step: its results and its gradients are the caller's to change."""
+        seed = self.new_seed()
+        acts: list[list[Act]] = [[], [ZeroGradients()], [ZeroGradients(set_to_none=False)]]
+        acts += [[Update()], [SetGradients(seed)], [Edit(recorded=False)], [EditArguments()], [Drop()]]
+        return [self.choose(acts) if self.chance(25) else []]
+
+
 def _names(inputs: set[Input]) -> frozenset[str]:
     return frozenset(item.name for item in inputs)
 
 
 def training_sequences(
-    program: Program, *, min_calls: int = 4, max_calls: int = 9, device: str = "cpu"
+    program: Program, *, min_calls: int = 4, max_calls: int = 9, device: str = "cpu", steps: bool = False
 ) -> SearchStrategy[list[Call]]:
     """Calls that train a program that runs in grad mode: rounds of forwards with what their owner does with the results.
 
@@ -187,9 +204,12 @@ def training_sequences(
     loss over several calls; a backward twice; `torch.autograd.grad`; or no backward at all. Around it: results, arguments
     and parameters edited in place before a backward, steps of gradient descent, gradients zeroed, set or held, hooks,
     parameters frozen and thawed, train and eval. Draw programs with `programs(trained=True)`.
+
+    `steps`: for programs that are whole steps (`programs(steps=True)`). No one goes back from their results, and no one
+    holds their `.grad`, which is a graph's own memory.
     """
     need_hypothesis()
-    strategy: SearchStrategy[list[Call]] = _composite()(program, (min_calls, max_calls), device)
+    strategy: SearchStrategy[list[Call]] = _composite()(program, (min_calls, max_calls), device, steps)
     return strategy
 
 
@@ -198,8 +218,10 @@ def _composite() -> Any:
     return need_hypothesis().composite(_draw_training)
 
 
-def _draw_training(draw: DrawFn, program: Program, counts: tuple[int, int], device: str) -> list[Call]:
-    trainer = _Trainer(draw, program, device)
+def _draw_training(
+    draw: DrawFn, program: Program, counts: tuple[int, int], device: str, steps: bool
+) -> list[Call]:
+    trainer = (_Stepper if steps else _Trainer)(draw, program, device)
     settings = [trainer.setting(("grad",))]
     if trainer.chance(40):
         settings.append(trainer.setting(trainer.choose([("grad",), ("no_grad",), ("inference",)])))

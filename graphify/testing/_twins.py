@@ -24,6 +24,8 @@ class Act:
     """Whether it is left out on the graphed side where eager raises; it must then raise before it has any effect."""
     quiet = False
     """Whether the next comparison is soon enough: nothing that it shows is gone by then."""
+    goes_back = False
+    """Whether it goes back from results: then a witness stands by the eager twin's forwards."""
     keeps = False
     """Whether it puts new gradients among what the twin holds."""
 

@@ -92,6 +92,12 @@ class Writer:
         """How to write down what stays after the call: where gradients are taken, mostly without its history."""
         return f"{var.name}.detach()" if self.trained and self.chance(90) else var.name
 
+    def weights_of(self, item: State) -> str:
+        """What of this state an optimizer moves."""
+        name = f"self.{item.name}" if self.shape in ("module", "object") else item.name
+        texts = {"module": f"*{name}.parameters()", "parts": f"{name}['w']", "weight": name, "leaf": name}
+        return texts.get(item.kind, "")
+
     def forbid(self, mode: str) -> None:
         """Note that the program does not run in this mode."""
         self.modes = [allowed for allowed in self.modes if allowed != mode]
