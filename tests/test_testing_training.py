@@ -454,9 +454,9 @@ def make():
 
 @pytest.mark.parametrize("stand", STANDS)
 def test_random_training_finds_each_fault(stand: type[Stand]) -> None:
-    """A hundred random sequences are enough for any of these."""
+    """Two hundred random sequences are enough for any of these."""
 
-    @settings(max_examples=100, database=None, phases=[Phase.generate])
+    @settings(max_examples=200, database=None, phases=[Phase.generate])
     @given(training_sequences(PROGRAM))
     def run(calls: list[Call]) -> None:
         assert_matches_eager(make=PROGRAM.make, calls=calls, graphed=stand)
@@ -481,13 +481,16 @@ def test_random_training_passes_what_is_right() -> None:
 def test_trained_programs_train_and_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every program runs through its calls, most calls are followed by a backward, and the repr is the same again."""
     done: Counter[str] = Counter()
-    run_backward = torch.autograd.backward
 
-    def counted(*args: Any, **kwargs: Any) -> None:
-        done["backwards"] += 1
-        run_backward(*args, **kwargs)
+    def counted(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            done["backwards"] += 1
+            return run(*args, **kwargs)
 
-    monkeypatch.setattr(torch.autograd, "backward", counted)
+        return call
+
+    for name in ("backward", "grad"):
+        monkeypatch.setattr(torch.autograd, name, counted(getattr(torch.autograd, name)))
 
     def listen(target: Any) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -82,6 +82,8 @@ def _draw_program(
         host_side(w)
     for _ in range(w.choose([0, 1, 2])):
         w.choose(families)(w)
+    if trained and w.chance(40):
+        weight(w)
     w.body.append(f"return {step(w) if steps else _result(w)}")
     return _finish(w, inputs)
 

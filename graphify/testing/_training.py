@@ -110,7 +110,7 @@ class _Trainer(Drawer):
 
     def _edits(self, ago: int = 0) -> list[Act]:
         """What may happen to a result, or to what went in, before a backward."""
-        if not self.chance(12):
+        if not self.chance(18):
             return []
         return [
             self.choose(
