@@ -105,6 +105,18 @@ class Entry:
         self._rearm()
         return found
 
+    def meets_other_gradients(self) -> bool:
+        """Whether a whole step was recorded, and only what `.grad` holds is in the way of a replay."""
+        step = self.graph.step if self.graph is not None else None
+        if step is None or self.guard is None or not self.guard.holds():
+            return False
+        return step.meets_other_gradients()
+
+    def resemble(self, other: Entry) -> None:
+        """Take over what warm-ups taught about a signature that differs in `.grad` only."""
+        self.warmed, self.whole = other.warmed, other.whole
+        self.numbers, self.patterns = other.numbers, other.patterns
+
     def drop(self) -> None:
         """Let go of the graph; it is freed once no thread is in the middle of its replay."""
         self.graph = None

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Collection, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._guards import Miss
 from ._layout import family_key, is_dense
@@ -30,7 +30,9 @@ class Grads:
         self._names: dict[int, str] = {}
         self._before: list[tuple[Tensor, Tensor | None]] = []
         for name, tensor in leaves:
-            if tensor.is_leaf and tensor.requires_grad and id(tensor) not in self._names:
+            # A frozen parameter, too: `zero_grad` and a step look at its `.grad`.
+            trained = tensor.requires_grad or isinstance(tensor, nn.Parameter)
+            if tensor.is_leaf and trained and id(tensor) not in self._names:
                 self._names[id(tensor)] = name
                 self._before.append((tensor, tensor.grad))
 

@@ -22,6 +22,7 @@ class Miss(NamedTuple):
     before: Any
     now: Any
     moved: bool
+    place: tuple[int, Any] | None = None
 
     def __str__(self) -> str:
         if self.moved:
@@ -62,7 +63,7 @@ class Guard:
             now = place.read()
             if not same(now, expected):
                 moved = isinstance(expected, Tensor) and isinstance(now, Tensor)
-                return Miss(place.name, expected, now, moved)
+                return Miss(place.name, expected, now, moved, place.id)
             self.places[i] = (place, now)
         for container, size, name in self.sizes:
             if len(container) != size:

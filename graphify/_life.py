@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ._autograd import Patterns
-from ._code import Executed, user_frame
+from ._code import Executed, names_of, user_frame
 from ._entry import Entry, Refusal, Table, host_value
 from ._gate import Gate, close_gates
 from ._graph import Call, Graph, Order, Setting
@@ -92,19 +92,25 @@ class Life:
 
     def find(self, table: Table, key: Any, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Entry:
         """The entry that speaks of this call; a new one when none does."""
+        sibling = None
         for entry in list(table.entries.get(key, ())):
             if entry.fits(tensors) or (self._lift(entry) and entry.fits(tensors)):
                 entry.used = next(self._clock)
                 return entry
+            sibling = entry if entry.meets_other_gradients() else sibling
             self._note_miss(entry)
-        return self._new(table, key, Call(table.tree, values, tensors))
+        entry = self._new(table, key, Call(table.tree, values, tensors))
+        if sibling is not None and entry.refusal is None:
+            entry.resemble(sibling)
+        return entry
 
     def _lift(self, entry: Entry) -> bool:
         """An optimizer's float that changes is a value no longer: its next recording has a tensor in its place."""
-        changed = False
+        changed, numbers = False, {place.id: place for place in entry.numbers}
+        read = any("param_groups" in names_of(code).loads for code, _ in self.executed.scopes())
         while entry.guard is not None and (miss := entry.miss()) is not None:
-            place = next((p for p in entry.numbers if p.name == miss.name), None)
-            if place is None or not self._numbers.lift(place, entry.device_or_raise()):
+            place = None if miss.place is None else numbers.pop(miss.place, None)
+            if place is None or not self._numbers.lift(place, entry.device_or_raise(), read=read):
                 break
             entry.release(place)
             changed = True
@@ -200,7 +206,7 @@ class Life:
 
     def advance(self, entry: Entry, call: Call) -> Any:
         """Make this call's result by the way that brings its signature nearer to a graph."""
-        if entry.refusal is None and entry.warmed >= self.options.warmup:
+        if entry.refusal is None:
             entry.refusal = self._too_often(entry)
         if entry.refusal is not None:
             return self._refuse(entry.refusal, call)
@@ -216,14 +222,16 @@ class Life:
 
     def _too_often(self, entry: Entry) -> Refusal | None:
         """Why no graph is worth it: something that a graph must take as fixed changes again and again."""
-        for name, times in self._rebinds.items():
+        if self._numbers.refusal() is not None:
+            return self._numbers.refusal()
+        for name, times in self._rebinds.items() if entry.warmed >= self.options.warmup else ():
             if times >= _RETRIES:
                 return Refusal(
                     "rebound",
                     advice=f"`{name}` is re-bound to another tensor again and again, and a graph reads fixed "
                     "memory: write into one tensor with `copy_`, or pass it as an argument",
                 )
-        return self._numbers.refusal(entry.numbers)
+        return None
 
     def _refuse(self, refused: Refusal, call: Call) -> Any:
         if refused.error is not None and self.options.fallback == "raise":
@@ -270,6 +278,9 @@ class Life:
         if entry.refusal is not None and entry.refusal.error is not None:
             if before is not None:
                 before.undo()
+                # The run is undone, and what it made is no part of the signature that is refused.
+                survey = Survey(self.setting.roots(call), self.executed)
+                entry.trust(Guard(survey, outside=(), written=set(), device=watch.device))
                 raise entry.refusal.error
             self._say_refused(entry.refusal)
         self.counts["warmups"] += 1

@@ -50,7 +50,11 @@ def unliftable(place: Place) -> CaptureError:
     group, fix = place.container, ""
     if place.key == "lr" and "fused" in group and not group["fused"]:
         fix = "`fused=True`, which takes the learning rate from a tensor, or "
-    elif "capturable" in group and not (group.get("foreach") and group["capturable"]):
+    elif (
+        group["params"][0].device.type != "cpu"
+        and "capturable" in group
+        and not (group.get("foreach") and group["capturable"])
+    ):
         fix = "`foreach=True, capturable=True`, which takes tensors, or "
     return CaptureError(
         f"`{place.name}` takes a new value again and again",

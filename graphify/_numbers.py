@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,14 +24,20 @@ class Numbers:
         self._lifted: set[Any] = set()
         self._values: Counter[Any] = Counter()
         self._fixed: set[Any] = set()
+        self._refusal: Refusal | None = None
 
-    def lift(self, place: Place, device: torch.device) -> bool:
-        """A number has changed; whether recordings have a tensor in its place from now on."""
-        if place.id not in self._fixed and can_lift(place, device):
+    def lift(self, place: Place, device: torch.device, *, read: bool) -> bool:
+        """A number has changed; whether recordings have a tensor in its place from now on.
+
+        Where the user's own code reads such numbers (`read`), a tensor would not compute as the float does.
+        """
+        if place.id not in self._fixed and not read and can_lift(place, device):
             self._lifted.add(place.id)
             return True
         self._fixed.add(place.id)
         self._values[place.id] += 1
+        if self._values[place.id] > _VALUES:
+            self._refusal = Refusal("uncapturable", unliftable(place))
         return False
 
     def lifted(self, places: Iterable[Place]) -> list[Place]:
@@ -45,9 +51,6 @@ class Numbers:
         self._fixed |= found
         return bool(found)
 
-    def refusal(self, places: Sequence[Place]) -> Refusal | None:
+    def refusal(self) -> Refusal | None:
         """Why no more graphs are made: a number that must be a value keeps changing."""
-        for place in places:
-            if self._values[place.id] > _VALUES:
-                return Refusal("uncapturable", unliftable(place))
-        return None
+        return self._refusal

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ._code import Executed, is_library, names_of
 
@@ -338,6 +339,8 @@ class Survey:
             if isinstance(value, kind):
                 walk(self, value, name)
                 return
+        if self.names is None and isinstance(value, LRScheduler):
+            self._walk_object(value, name)  # before it is known what runs, all that a run might count
         package, _, module = type(value).__module__.partition(".")
         if package == "graphify" and not module.startswith("testing"):
             self._walk_graphed(value, name)

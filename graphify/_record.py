@@ -26,7 +26,7 @@ from ._tree import Tree, tensors_of, tree_of
 from ._trial import HostRandomness
 from ._undo import UndoLog
 from ._watch import Watch, version_of, watching
-from ._whole_step import WholeStep
+from ._whole_step import WholeStep, hooks_on
 from .backends.base import Recording
 from .errors import CaptureError
 
@@ -71,7 +71,11 @@ class _Recorder:
     def __init__(self, setting: Setting, order: Order, known: Executed, undo: UndoLog | None) -> None:
         call, specs, device, staged, self.patterns, numbers = order
         self.setting, self.call, self.device, self.known = setting, call, device, known
-        self.before = Survey(setting.roots(call), known)
+        self.roots = setting.roots(call)
+        self.before = Survey(self.roots, known)
+        if numbers is not None and (hooks := hooks_on(self.before)):
+            self.roots += hooks
+            self.before = Survey(self.roots, known)
         self.host = HostRandomness(device)
         self.inputs = StaticInputs(call.tensors, specs, device, staged)
         self.layouts = [_metadata(t) for t in self.inputs.tensors]
@@ -121,7 +125,7 @@ class _Recorder:
             raise
         graph.seconds = time.perf_counter() - started
         # A backend that records the run itself keeps this recorder too, which must not keep the caller's objects.
-        del self.before, self.call, self.host
+        del self.before, self.call, self.host, self.roots
         self.after = None
         return graph, guard
 
@@ -179,7 +183,7 @@ class _Recorder:
         self.executed.merge(self.known)
         self.executed.merge(self.watch.executed)
         self._check_checkpoints()
-        self.after = Survey(self.setting.roots(self.call), self.executed)
+        self.after = Survey(self.roots, self.executed)
         self.hidden = [self._hidden(change) for change in self.before.changes(self.after)]
 
     def _plan(self, graph: Graph, result: Any, hidden: list[Any]) -> Guard:

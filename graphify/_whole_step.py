@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from ._places import Place, Survey
 from ._watch import Watch
 from .errors import CaptureError
 
-__all__ = ["WholeStep"]
+__all__ = ["WholeStep", "hooks_on"]
 
 
 class WholeStep:
@@ -29,6 +30,8 @@ class WholeStep:
         self._grads = Grads((place.name, tensor) for place, tensor in survey.tensors())
         self._lifted = Lifted(numbers, device)
         self._plan = GradPlan()
+        self._leaves = [t for _, t in survey.tensors() if t.is_leaf and t.requires_grad]
+        self._hooks = [*map(_hooks_of, self._leaves)]
 
     @property
     def lent(self) -> set[int]:
@@ -80,14 +83,24 @@ class WholeStep:
 
     def holds(self) -> bool:
         """Whether a replay may happen now."""
-        return self._plan.holds() and self._lifted.holds()
+        return self._plan.holds() and self._lifted.holds() and self._same_hooks()
+
+    def _same_hooks(self) -> bool:
+        """The hooks of the leaves are in the recording."""
+        return [*map(_hooks_of, self._leaves)] == self._hooks
 
     def miss(self) -> Miss | None:
         """What is in the way of a replay."""
         found = self._plan.miss()
-        if found is not None or self._lifted.holds():
-            return found
-        return Miss("an option of the optimizer", None, None, moved=False)
+        if found is None and not self._lifted.holds():
+            found = Miss("an option of the optimizer", None, None, moved=False)
+        if found is None and not self._same_hooks():
+            found = Miss("the hooks of a parameter", None, None, moved=False)
+        return found
+
+    def meets_other_gradients(self) -> bool:
+        """Whether `.grad` alone is in the way."""
+        return self._plan.miss() is not None and self._lifted.holds() and self._same_hooks()
 
     def refill(self) -> None:
         """Bring the recording's numbers up to what Python holds; before each launch."""
@@ -96,3 +109,16 @@ class WholeStep:
     def apply(self) -> None:
         """Leave `.grad` as the run left it; after each launch."""
         self._plan.apply()
+
+
+def hooks_on(survey: Survey) -> list[tuple[str, Any]]:
+    """The hooks of the tensors that a survey met, with names."""
+    found = []
+    for place, tensor in survey.tensors():
+        for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
+            found += [(f"a hook of {place.name}", hook) for hook in (hooks or {}).values()]
+    return found
+
+
+def _hooks_of(leaf: Tensor) -> tuple[int, int]:
+    return len(leaf._backward_hooks or ()), len(leaf._post_accumulate_grad_hooks or ())

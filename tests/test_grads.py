@@ -240,14 +240,14 @@ class TestMissingGradients:
 
         assert len(made.variants) == 2
 
-    def test_frozen_parameters_are_no_leaves(self) -> None:
-        """A parameter that needs no gradient is left alone."""
+    def test_frozen_parameters_are_followed(self) -> None:
+        """A parameter that needs no gradient may have one, which a step uses and `zero_grad` drops."""
         model = net()
         model.get_parameter("0.weight").requires_grad_(False)
 
-        grads = Grads(model.named_parameters())
+        grads = Grads([*model.named_parameters(), ("data", torch.ones(3))])
 
-        assert not grads.knows(model.get_parameter("0.weight"))
+        assert grads.knows(model.get_parameter("0.weight"))
         assert grads.knows(model.get_parameter("0.bias"))
 
 

@@ -692,7 +692,7 @@ class TestLifted:
         assert "`fused=True`, which takes the learning rate" in str(error)
         adam = torch.optim.AdamW(model.parameters(), fused=True)
         error = unliftable(Place(adam.param_groups[0], "betas", "item", "o.param_groups[0]['betas']"))
-        assert "`foreach=True, capturable=True`" in str(error)
+        assert "capturable" not in str(error)  # torch refuses it on a CPU
 
 
 DEVICE_LIFTS: dict[str, tuple[Make, str, float]] = {
