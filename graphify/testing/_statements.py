@@ -376,7 +376,8 @@ def host_side(w: Writer) -> None:
         w.body.append(f"{w.hold('log', 'log', '[]')}.append({var.name}.shape[0])")
     elif kind == "rebind":
         name = w.store("memory", "tensor", f"torch.zeros({WIDTH})")
-        w.body.append(f"{name} = {name} * 0.5 + {var.name}.float().sum(0)")
+        value = f"{var.name}.detach()" if w.trained else var.name
+        w.body.append(f"{name} = {name} * 0.5 + {value}.float().sum(0)")
         w.let(f"{name} + 0.0", (WIDTH,), "float32")
     elif kind == "item":
         w.let(f"{var.name} * float({var.name}.sum() > 0)", ROWS, var.dtype)
