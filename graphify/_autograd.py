@@ -22,11 +22,11 @@ from ._results import Primary, ResultPlan
 from ._signature import TensorSpec, overlap, specs_of
 from ._trial import HostRandomness
 from ._undo import UndoLog
-from ._watch import Watch, watching
+from ._watch import Watch, version_of, watching
 from .backends.base import Recording
 from .errors import CaptureError, GraphifyError
 
-__all__ = ["Ends", "Instance", "Patterns", "saving"]
+__all__ = ["Ends", "Instance", "Patterns", "Saved", "saving"]
 
 _TWICE = "Python runs when a backward is recorded; a replay repeats device work only"
 _FIX = "keep Python state out of backward hooks and of `backward` methods"
@@ -103,20 +103,48 @@ class Ends:
         return found.values()
 
 
+class Saved:
+    """A tensor that a forward saved for its backward, and how often it had been written by then."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # the tensor itself could be a result: a reference cycle
+        self.version = version_of(tensor)
+        self.overwritten = False
+
+    def settle(self) -> None:
+        """The forward is over: what it wrote since is no longer what it saved."""
+        self.overwritten = version_of(self.tensor) != self.version
+
+    def unpack(self) -> Tensor:
+        """Give the tensor to the backward, or eager's error."""
+        if self.overwritten:
+            raise _modified(self.tensor, self.version)
+        return self.tensor
+
+
+def _modified(tensor: Tensor, version: int | None) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
+    )
+
+
 @contextmanager
-def saving(saved: list[Tensor]) -> Iterator[None]:
+def saving(saved: list[Saved]) -> Iterator[None]:
     """Note every tensor that the body saves for its backward.
 
     Replays write where these lie, so that torch's own check of their versions must not run: it does not for
     tensors that went through hooks.
     """
 
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor.detach())  # the tensor itself could be a result: a reference cycle
+    def pack(tensor: Tensor) -> Saved:
+        saved.append(Saved(tensor))
         return saved[-1]
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
         yield
+    for kept in saved:
+        kept.settle()
 
 
 class Patterns:
@@ -169,11 +197,11 @@ class Instance:
             if wants.real:
                 self._gate.holders.add(self)
 
-    def renew(self, results: Sequence[Tensor], saved: list[Tensor], outside: Container[int]) -> None:
+    def renew(self, results: Sequence[Tensor], saved: list[Saved], outside: Container[int]) -> None:
         """Take the autograd graph of the run that made these results and saved these tensors."""
         self._outputs = [p.of(results) for p in self._primaries]
-        self.saved = saved
-        self.checked = [t for t in saved if family_key(t) in outside]
+        self.saved = [kept.tensor for kept in saved]
+        self.checked = [t for t in self.saved if family_key(t) in outside]
 
     def reads(self, tensors: Iterable[Tensor]) -> None:
         """Learn which tensors from outside the backward reads: those that share memory with what was saved."""
@@ -242,11 +270,7 @@ class Instance:
     def _check_versions(self, versions: list[int]) -> None:
         for tensor, before in zip(self.checked, versions, strict=True):
             if tensor._version != before:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
-                    f"expected version {before} instead"
-                )
+                raise _modified(tensor, before)
         if [*map(Tensor.data_ptr, self.read)] != self._addresses:
             raise GraphifyError(
                 f"a tensor that `{self.setting.name}` reads was bound to other memory between its forward and its backward: "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from ._autograd import Ends, Instance, saving
+from ._autograd import Ends, Instance, Saved, saving
 from ._code import Executed, line_of
 from ._grads import refused_arguments
 from ._graph import Argument, Graph, Order, Setting, deliver_one, delivering, plan_launch
@@ -96,7 +96,7 @@ class _Recorder:
         self.hidden: list[Change] = []
         self.results: Tree | None = None
         self.instance: Instance | None = None
-        self.saved: list[Tensor] = []
+        self.saved: list[Saved] = []
         alone = setting.backend.nodes_have_streams and self.step is None
         self.stand_ins = StandIns(self._needing() if alone else ())
         self.start = torch._C._autograd._get_sequence_nr()

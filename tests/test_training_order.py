@@ -622,3 +622,22 @@ def test_anomaly_detection(backend, device):
             yield grads(net)
 
     same(train, backend)
+
+
+def test_an_argument_saved_and_then_written_inside(backend, device):
+    """A function that overwrites what its own backward needs gets eager's error from each backward."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        w = leaf(device, 3, 3)
+
+        def forward(x: Tensor) -> Tensor:
+            y = x @ w
+            x.add_(1.0)
+            return y.relu()
+
+        f = wrap(forward)
+        for _ in range(5):
+            y = f(torch.randn(2, 3, device=device))
+            yield y, error_of(lambda y=y: y.sum().backward()), w.grad
+
+    same(train, backend)
