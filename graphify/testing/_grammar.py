@@ -73,6 +73,7 @@ def _draw_program(
     st = need_hypothesis()
     w = Writer(draw, draw(st.sampled_from(shapes)), trained=trained)
     families = _TRAINED if trained else FAMILIES
+    w.history = 0 if steps else w.history
     inputs = [_input(w, number) for number in range(w.choose([1, 2, 2, 3]))]
     if steps or (trained and w.chance(70)):
         weight(w)

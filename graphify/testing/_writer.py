@@ -35,7 +35,7 @@ class Writer:
     def __init__(self, draw: DrawFn, shape: str, *, trained: bool = False) -> None:
         self._st = need_hypothesis()
         self._draw = draw
-        self.shape, self.trained = shape, trained
+        self.shape, self.trained, self.history = shape, trained, 10
         self.body: list[str] = []
         self.variables: list[Var] = []
         self.state: dict[str, State] = {}
@@ -89,8 +89,8 @@ class Writer:
             self.helpers += lines
 
     def kept(self, var: Var) -> str:
-        """How to write down what stays after the call: where gradients are taken, mostly without its history."""
-        return f"{var.name}.detach()" if self.trained and self.chance(90) else var.name
+        """How to write down what stays after the call: of programs that are trained, few keep its history."""
+        return var.name if not self.trained or self.chance(self.history) else f"{var.name}.detach()"
 
     def weights_of(self, item: State) -> str:
         """What of this state an optimizer moves."""
