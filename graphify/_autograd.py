@@ -42,6 +42,8 @@ class Wanted(NamedTuple):
     """The tensors or edges of the recorded run that stand for these, in this order."""
     real: bool = False
     """Whether an edge belongs to a tensor itself and not to a stand-in."""
+    uncut: bool = False
+    """Whether behind one of these lies a history that may lead to another of them."""
     custom: bool = False
     """Whether somebody's own `autograd.Function` is on the way, which may keep what no hook sees."""
 
@@ -80,7 +82,8 @@ class Ends:
         others = [(t, edge) for t, edge in outside if not gated(t, device)]
         edges = [*(arguments[i] for i in order), *(edge for _, edge in (*leaves, *others))]
         real = any(isinstance(edge, GradientEdge) for edge in edges)
-        return Wanted(order, [t for t, _ in leaves], [t for t, _ in others], edges, real, self._custom)
+        uncut = len(outside) > 1 and any(isinstance(e, GradientEdge) and not t.is_leaf for t, e in outside)
+        return Wanted(order, [t for t, _ in leaves], [t for t, _ in others], edges, real, uncut, self._custom)
 
     def _search(self, edges: list[tuple[Any, int]]) -> Iterable[Tensor]:
         found: dict[int, Tensor] = {}

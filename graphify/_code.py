@@ -8,7 +8,7 @@ import linecache
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -78,6 +78,13 @@ class Executed:
         """Take over what another run executed."""
         self.codes.update(other.codes)
         self.everything = self.everything or other.everything
+
+    def note(self, functions: Iterable[Any]) -> None:
+        """Take these functions as executed."""
+        for function in functions:
+            code = getattr(function, "__code__", None)
+            if isinstance(code, CodeType):
+                self.codes[id(code)] = (code, function.__globals__)
 
     def ran(self, code: CodeType) -> bool:
         """Whether this code object ran."""

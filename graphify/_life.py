@@ -371,16 +371,16 @@ class Life:
         self.say("backward", f"runs its backward eagerly from now on: {error}")
 
     def _record(self, entry: Entry, call: Call) -> Any:
+        again = False
         try:
             self._make_graph(entry, call)
         except NeedsGradError:
-            return self._once_more(entry, call)
+            again = True
         except TangledError:
             entry.refusal = _TANGLED
         except UnbuiltError as error:
-            if entry.built < _RETRIES:
-                return self._once_more(entry, call)
-            entry.refusal = Refusal("uncapturable", error)
+            again = entry.built < _RETRIES
+            entry.refusal = None if again else Refusal("uncapturable", error)
         except CaptureError as error:
             entry.refusal = Refusal("uncapturable", error)
         except Exception as error:
@@ -388,6 +388,8 @@ class Life:
             if self.setting.backend.is_oom(error):
                 self._shrink()
             raise
+        if again:  # out here, where no traceback keeps what the run made
+            return self._once_more(entry, call)
         if entry.graph is None:
             assert entry.refusal is not None
             return self._refuse(entry.refusal, call)

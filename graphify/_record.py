@@ -21,7 +21,7 @@ from ._layout import family_key, is_dense
 from ._optimizers import refused_change
 from ._places import MISSING, Change, Survey
 from ._results import ResultPlan, TangledError
-from ._stand_ins import StandIns
+from ._stand_ins import StandIns, StandInUsedError
 from ._tree import Tree, tensors_of, tree_of
 from ._trial import HostRandomness
 from ._undo import UndoLog
@@ -75,6 +75,9 @@ class _Recorder:
         self.before = Survey(self.roots, known)
         if numbers is not None and (hooks := hooks_on(self.before)):
             self.roots += hooks
+            known.note(
+                [hook for _, hook in hooks]
+            )  # they run where the backward does, on a thread of its own
             self.before = Survey(self.roots, known)
         self.host = HostRandomness(device)
         self.inputs = StaticInputs(call.tensors, specs, device, staged)
@@ -97,8 +100,10 @@ class _Recorder:
         self.results: Tree | None = None
         self.instance: Instance | None = None
         self.saved: list[Saved] = []
-        alone = setting.backend.nodes_have_streams and self.step is None
-        self.stand_ins = StandIns(self._needing() if alone else ())
+        needing = self._needing()
+        # A tensor with a history of its own would let a backward go on behind it, to leaves that are reached anyway.
+        cut = setting.backend.nodes_have_streams or any(not t.is_leaf for t in needing)
+        self.stand_ins = StandIns(needing if cut else ())
         self.start = torch._C._autograd._get_sequence_nr()
 
     def _needing(self) -> list[Tensor]:
@@ -144,6 +149,8 @@ class _Recorder:
         backend = self.setting.backend
         try:
             return backend.record(self._run, memory, generators)
+        except StandInUsedError:
+            raise self._second_backward() from None
         except Exception as error:
             if isinstance(error, CaptureError) or not backend.is_capture_error(error):
                 raise
@@ -209,13 +216,16 @@ class _Recorder:
         results = tensors_of((result, *hidden))
         used = self.step.plan(self.watch, results, everything=self.executed.everything)
         if graded and used:
-            raise CaptureError(
-                f"`{self.setting.name}` runs a backward and returns a tensor that needs gradients",
-                why="its backward is in the graph already, and a second one would need what the first let go",
-                fix="`return loss.detach()`",
-            )
+            raise self._second_backward()
         if not self.setting.backend.runs_live and (used or self.watch.backward or self.numbers):
             graph.step = self.step
+
+    def _second_backward(self) -> CaptureError:
+        return CaptureError(
+            f"`{self.setting.name}` runs a backward and returns a tensor that needs gradients",
+            why="its backward is in the graph already, and a second one would need what the first let go",
+            fix="`return loss.detach()`",
+        )
 
     def _check_host(self) -> None:
         drawn = self.host.drawn()
@@ -360,7 +370,7 @@ class _Recorder:
         older = [*met, *(t for _, t in self.before.tensors())]
         ends = Ends(statics, self.stand_ins.real, older, self.watch.born)
         wants = ends.of((p.tensor for p in plan.primaries), self.device)
-        if wants.real and self.watch.drew and self.setting.backend.nodes_have_streams:
+        if wants.uncut or (wants.real and self.watch.drew and self.setting.backend.nodes_have_streams):
             raise TangledError  # its backward could neither be captured nor run live
         self.instance = Instance(self.setting, graph, self.device, self.patterns)
         self.instance.drew = self.watch.drew

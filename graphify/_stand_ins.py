@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-__all__ = ["StandIns"]
+__all__ = ["StandInUsedError", "StandIns"]
 
 _KINDS = (Tensor, nn.Parameter)
 _swap: Callable[[Tensor, Tensor], None] | None = getattr(torch._C, "_swap_tensor_impl", None)
@@ -66,8 +66,12 @@ def _leaf(tensor: Tensor) -> Tensor:
     return leaf
 
 
+class StandInUsedError(RuntimeError):
+    """A backward has come to a stand-in, where its gradient would be lost."""
+
+
 def _refuse(leaf: Any) -> NoReturn:
-    raise RuntimeError(
+    raise StandInUsedError(
         "a tensor was used for training in one thread while another thread recorded a graph that reads it: "
         "let the first calls of a graphed function be over before other threads train the same parameters"
     )

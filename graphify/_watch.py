@@ -173,22 +173,22 @@ def version_of(tensor: Tensor) -> int | None:
 
 @contextmanager
 def watching(watch: Watch, listen: Callable[[Callable[[str], None]], Any]) -> Iterator[Watch]:
-    """Run the body under a watch, with the cast cache off.
-
-    With autocast's cache on, a captured cast would be reused after the weight it came from has changed.
-    """
+    """Run the body under a watch, with no cast from outside in autocast's cache, and none left there."""
     with listen(watch.host_read), watch.executed.following(), _fresh_casts(watch.device), watch:
         yield watch
 
 
 @contextmanager
 def _fresh_casts(device: torch.device) -> Iterator[None]:
-    """Autocast without its cache, where autocast is on; elsewhere compiled code would see a changed switch."""
-    if not any(map(torch.is_autocast_enabled, {"cpu", device.type})) or not torch.is_autocast_cache_enabled():
-        yield
-        return
-    torch.set_autocast_cache_enabled(False)
+    """Autocast with a cache of this run's own: a cast from before may be stale, one from inside belongs to a graph.
+
+    Inside, the cache stays on, since it decides in which precision the gradients of a cast add up.
+    """
+    cached = any(map(torch.is_autocast_enabled, {"cpu", device.type})) and torch.is_autocast_cache_enabled()
+    if cached:
+        torch.clear_autocast_cache()
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(True)
+        if cached:
+            torch.clear_autocast_cache()

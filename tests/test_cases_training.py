@@ -713,6 +713,7 @@ def test_b65_forward_mode(backend, device, grad):
     assert counts(*same(train, backend)) == (1, 1, 2, 4, 0)
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
 def test_b65_batched_gradients(backend, device):
     """Several gradients at once by `is_grads_batched`, and vectorized Jacobians, are eager's or are refused."""
 

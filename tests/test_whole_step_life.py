@@ -166,6 +166,7 @@ def test_a_method_of_a_trainer(backend, device):
     assert counts(*same(train, backend)) == ALL_REPLAYED
 
 
+@pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True:UserWarning")
 def test_a_method_decorated_in_the_class_body(backend, device):
     """Each trainer has graphs of its own, and a deep copy trains on its own net from where the first was."""
     made: list[Any] = []
