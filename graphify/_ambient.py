@@ -273,10 +273,13 @@ def _observed() -> str | None:
     """Whether somebody follows autograd itself, which a replay would not show to them."""
     if forward_ad._current_level >= 0:
         return "forward_ad"
-    if torch.is_anomaly_enabled():
+    if _anomaly():
         return "anomaly"
     # Saved-tensor hooks of the caller: a checkpoint around the call, activations kept on the CPU.
     return "hooks" if torch.is_grad_enabled() and _saved_hooks(False) is not None else None
+
+
+_anomaly: Switch = _first("_C.is_anomaly_enabled") or torch.is_anomaly_enabled
 
 
 def _no_hooks(_: bool) -> None:

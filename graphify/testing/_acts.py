@@ -149,7 +149,7 @@ class Edit(Act):
     pick: int = 0
     factor: float = 0.5
     recorded: bool = True
-    optional = True
+    optional = quiet = True
 
     def __call__(self, twin: Twin) -> None:
         """What eager forbids (a leaf, a view of many) is left out on both sides."""

@@ -240,11 +240,17 @@ class _Pair:
             sections.append(both.take())
         both.suffix = ""
         if self.eager.witness is not None:
-            both.walk("data", self.eager.world.made, self.graphed.world.made)
+            self._bases(both)
             both.gradients("held", self.eager.held, self.graphed.held)
         sections.append(both.take())
         both.compare_aliasing()
         return [line for section in reversed(sections) for line in section] + both.take()
+
+    def _bases(self, both: Comparison) -> None:
+        """What arguments with a history were made from, where gradients come to."""
+        for key, left in self.eager.world.made.items():
+            if left.requires_grad:
+                both.walk(f"{key!r}", left, self.graphed.world.made[key])
 
     def _state(self, both: Comparison) -> list[str]:
         left, right = self.eager.plain, self.graphed.plain

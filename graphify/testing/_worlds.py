@@ -109,9 +109,12 @@ class World:
         return self._bytes[key]
 
 
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+
+
 def reachable(value: Any, seen: set[int]) -> Iterator[Any]:
     """The tensors and Late arguments inside a value, through containers and plain objects."""
-    if id(value) in seen:
+    if value is None or type(value) in _ATOMS or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, (Tensor, Late)):
