@@ -31,7 +31,19 @@ if TYPE_CHECKING:
 
 __all__ = ["training_sequences"]
 
-_KINDS = ["plain", "plain", "plain", "several", "several", "micro", "joint", "retain", "gradients", "none"]
+_KINDS = [
+    "plain",
+    "plain",
+    "plain",
+    "several",
+    "several",
+    "micro",
+    "joint",
+    "retain",
+    "parts",
+    "gradients",
+    "none",
+]
 _SEVERAL = ("several", "micro", "joint")
 _GENTLE = ("weights", "copy", "require", "train", "seed")
 """Changes that eager hears of, or that touch nothing saved, while a backward is still to come."""
@@ -146,6 +158,12 @@ class _Trainer(Drawer):
         first = self._backward(habit, retain=not self.chance(10))
         between = self._edits()
         acts[0] += [first, *between, self._backward(habit)]
+
+    def _parts(self, habit: _Habit, acts: list[list[Act]]) -> None:
+        """One result after the other: eager allows it without `retain` where they have no history in common."""
+        retain = self.chance(50)
+        first = replace(self._backward(habit, retain=retain), picks=(0,))
+        acts[0] += [first, *self._edits(), replace(self._backward(habit), picks=(1,))]
 
     def _gradients(self, habit: _Habit, acts: list[list[Act]]) -> None:
         to = self.choose(["all", "parameters", "arguments"])
