@@ -76,7 +76,7 @@ class _Paired(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, stand: Stand, *inputs: Tensor) -> Tensor:
-        ctx.stand, ctx.run = stand, stand.record(inputs)
+        ctx.stand, ctx.run = stand, stand.record(inputs, ctx.needs_input_grad[1:])
         ctx.save_for_backward(torch.zeros(()))
         return stand.handed_out(ctx.run[0])
 
@@ -96,9 +96,9 @@ class Stand:
         out: Tensor = _Paired.apply(self, x0, self.net.first, self.net.second)
         return out
 
-    def record(self, inputs: tuple[Tensor, ...]) -> Run:
+    def record(self, inputs: tuple[Tensor, ...], needing: tuple[bool, ...]) -> Run:
         """A forward on leaves that share the memory of these."""
-        leaves = tuple(t.detach().requires_grad_() for t in inputs)
+        leaves = tuple(t.detach().requires_grad_(n) for t, n in zip(inputs, needing, strict=True))
         with torch.enable_grad():
             swapped = {"first": leaves[1], "second": leaves[2]}
             return torch.func.functional_call(self.net, swapped, leaves[:1]), leaves
@@ -111,9 +111,11 @@ class Stand:
         """Raise what torch raises where the graph was freed."""
         ctx.saved_tensors
 
-    def gradients(self, run: Run, gradient: Tensor) -> tuple[Tensor, ...]:
+    def gradients(self, run: Run, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Of x, first and second."""
-        return torch.autograd.grad(run[0], run[1], gradient, retain_graph=True)
+        needing = [leaf for leaf in run[1] if leaf.requires_grad]
+        found = iter(torch.autograd.grad(run[0], needing, gradient, retain_graph=True))
+        return tuple(next(found) if leaf.requires_grad else None for leaf in run[1])
 
 
 class Stale(Stand):
@@ -121,32 +123,31 @@ class Stale(Stand):
 
     latest: Run
 
-    def record(self, inputs: tuple[Tensor, ...]) -> Run:
-        self.latest = super().record(inputs)
+    def record(self, inputs: tuple[Tensor, ...], needing: tuple[bool, ...]) -> Run:
+        self.latest = super().record(inputs, needing)
         return self.latest
 
-    def gradients(self, run: Run, gradient: Tensor) -> tuple[Tensor, ...]:
+    def gradients(self, run: Run, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return super().gradients(self.latest, gradient)
 
 
 class Stolen(Stand):
     """Gradients are static buffers, and `.grad` becomes one of them."""
 
-    static: dict[Any, tuple[Tensor, ...]] | None = None
+    static: dict[Any, Tensor] | None = None
 
-    def gradients(self, run: Run, gradient: Tensor) -> tuple[Tensor, ...]:
-        found = super().gradients(run, gradient)
+    def gradients(self, run: Run, gradient: Tensor) -> tuple[Tensor | None, ...]:
         self.static = self.static or {}
-        static = self.static.setdefault(found[0].shape, tuple(g.clone() for g in found))
-        for buffer, fresh in zip(static, found, strict=True):
-            buffer.copy_(fresh)
-        return tuple(buffer.detach() for buffer in static)
+        return tuple(
+            None if g is None else self.static.setdefault((place, g.shape), g.clone()).copy_(g).detach()
+            for place, g in enumerate(super().gradients(run, gradient))
+        )
 
 
 class Swapped(Stand):
     """The gradients of the two weights change places."""
 
-    def gradients(self, run: Run, gradient: Tensor) -> tuple[Tensor, ...]:
+    def gradients(self, run: Run, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, one, other = super().gradients(run, gradient)
         return x, other, one
 
@@ -154,7 +155,7 @@ class Swapped(Stand):
 class Zeros(Stand):
     """An input that needs no gradient gets one all the same, and so does a frozen weight."""
 
-    def gradients(self, run: Run, gradient: Tensor) -> tuple[Tensor, ...]:
+    def gradients(self, run: Run, gradient: Tensor) -> tuple[Tensor | None, ...]:
         for leaf in (self.x, self.net.first, self.net.second):
             if leaf.is_leaf and leaf.grad is None and not leaf.requires_grad:
                 leaf.grad = torch.zeros_like(leaf)
@@ -168,9 +169,9 @@ class Zeros(Stand):
 class LiveWeights(Stand):
     """The backward reads what is in memory then, whatever was written since."""
 
-    def record(self, inputs: tuple[Tensor, ...]) -> Run:
+    def record(self, inputs: tuple[Tensor, ...], needing: tuple[bool, ...]) -> Run:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
-            return super().record(inputs)
+            return super().record(inputs, needing)
 
 
 class NeverFreed(Stand):
@@ -189,7 +190,7 @@ class SharedResult(LiveWeights):
 class Twice(Stand):
     """A hook of the user's fires twice per backward."""
 
-    def gradients(self, run: Run, gradient: Tensor) -> tuple[Tensor, ...]:
+    def gradients(self, run: Run, gradient: Tensor) -> tuple[Tensor | None, ...]:
         found = super().gradients(run, gradient)
         for hook in (self.net.first._backward_hooks or {}).values():
             hook(found[1])
