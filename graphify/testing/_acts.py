@@ -253,9 +253,9 @@ class Hook(Act):
         twin.held.append(heard)
         leaf: Any = found[self.pick % len(found)]
 
-        def scale(gradient: Tensor) -> Tensor:
-            heard.append(tuple(gradient.shape))
-            return gradient * self.factor
+        def scale(gradient: Tensor | None) -> Tensor | None:  # torch gives None where a Function gave None
+            heard.append(None if gradient is None else tuple(gradient.shape))
+            return None if gradient is None else gradient * self.factor
 
         def look(leaf: Tensor) -> None:
             heard.append(None if leaf.grad is None else tuple(leaf.grad.shape))
