@@ -4,37 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import warnings
-from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from strategies import Pair, Program, Record, call_sequences, programs, pytrees, tensors
+from strategies import Case, Pair, Record, Tally, call_sequences, check, options, programs, pytrees, tensors
 
-from graphify import GraphifyError, GraphifyWarning
 from graphify.testing import Call, assert_matches_eager
-
-
-class Case(NamedTuple):
-    program: Program
-    calls: list[Call]
-    options: dict[str, Any]
-
-
-@st.composite
-def options(draw: st.DrawFn) -> dict[str, Any]:
-    """Mostly none; else any mix of those that must not change what a caller sees."""
-    if draw(st.sampled_from([True, True, False])):
-        return {}
-    choices = {
-        "outputs": ["fresh", "static"],
-        "fallback": ["raise", "eager"],
-        "warmup": [1, 2],
-        "max_graphs": [64, 1, 2, None],
-    }
-    return {name: draw(st.sampled_from(values)) for name, values in choices.items()}
 
 
 @st.composite
@@ -43,42 +20,6 @@ def cases(draw: st.DrawFn, device: str) -> Case:
     return Case(
         program, draw(call_sequences(program, min_calls=4, max_calls=7, device=device)), draw(options())
     )
-
-
-class Tally:
-    """Counts what became of the calls, for a property that never sees a replay cannot fail."""
-
-    def __init__(self) -> None:
-        self.runs = self.replayed = 0
-        self.calls: Counter[str] = Counter()
-        self.loud: Counter[str] = Counter()
-
-    def refuse(self, error: GraphifyError) -> bool:
-        self.loud[str(error).splitlines()[0]] += 1
-        return True
-
-    def add(self, stats: Any) -> None:
-        self.runs += 1
-        self.replayed += stats.replays > 0
-        for name in ("warmups", "captures", "replays", "eager", "errors"):
-            self.calls[name] += getattr(stats, name)
-
-    def __str__(self) -> str:
-        return f"{self.replayed} of {self.runs} runs replayed; {dict(self.calls)}; loud: {self.loud.most_common(8)}"
-
-
-def check(case: Case, tally: Tally, backend: str, device: torch.device) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", GraphifyWarning)
-        stats = assert_matches_eager(
-            make=lambda: case.program.make(device),
-            calls=case.calls,
-            backend=backend,
-            device=device,
-            loud_ok=tally.refuse,
-            **case.options,
-        )
-    tally.add(stats)
 
 
 def test_random_programs_equal_eager_or_refuse_loudly(backend: str, device: torch.device) -> None:
