@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +16,8 @@ from graphify import handle
 from graphify.stats import Stats
 from graphify.testing import Call, assert_matches_eager
 from graphify.testing._compare import Comparison
+
+ROOT = Path(__file__).parent.parent
 
 
 def rows(*shape: int, count: int = 5, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -74,3 +80,16 @@ def together(number: int, work: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.join()
     return found
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python as a user does, in another process; `GRAPHIFY_DISABLE` is set only where the test says so."""
+    kept = {name: value for name, value in os.environ.items() if name != "GRAPHIFY_DISABLE"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=kept | {"PYTHONPATH": str(ROOT)} | environment,
+    )

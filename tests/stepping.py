@@ -92,6 +92,19 @@ def plain_step(net: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], Tenso
     return step
 
 
+def closure_step(net: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
+    def step(x: Tensor) -> Tensor:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(net, x)
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).detach()
+
+    return step
+
+
 def pair(device: torch.device, make: Callable[..., Optimizer] = sgd) -> tuple[nn.Module, Optimizer]:
     net = mlp(device)
     return net, make(net.parameters(), device)

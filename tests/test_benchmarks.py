@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from checks import python
 from torch import Tensor, nn
 
 from benchmarks._case import Case, Ready, Row, Way
@@ -20,7 +19,7 @@ from benchmarks._report import case_table, target_tables
 from benchmarks._targets import verdicts
 from graphify import graphify
 
-ROOT = Path(__file__).parent.parent
+command = functools.partial(python, "-m", "benchmarks")
 WAYS = {
     "mlp": ["eager", "graphify fresh", "graphify static"],
     "deep24": ["eager", "graphify fresh", "graphify static"],
@@ -28,18 +27,6 @@ WAYS = {
     "train": [f"{way}, {kind}" for way in ("eager", "graphify") for kind in ("hooks", "set to None", "kept")],
     "step": ["eager", "graphify fresh", "graphify static"],
 }
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name != "GRAPHIFY_DISABLE"}
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=kept | {"PYTHONPATH": str(ROOT)},
-    )
 
 
 def test_all_cases_run_and_a_dated_file_says_so(tmp_path: Path) -> None:

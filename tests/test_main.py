@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from checks import python
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,23 +16,10 @@ from graphify.__main__ import main
 from graphify._demo_models import Decoder
 from graphify.backends import cuda
 
-ROOT = Path(__file__).parent.parent
+command = functools.partial(python, "-m", "graphify")
 
 on_cpu = pytest.mark.skipif(cuda.available(), reason="says what happens where there is no CUDA device")
 needs_cuda = pytest.mark.skipif(not cuda.available(), reason="no CUDA device")
-
-
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m graphify` as a user does."""
-    kept = {name: value for name, value in os.environ.items() if name != "GRAPHIFY_DISABLE"}
-    return subprocess.run(
-        [sys.executable, "-m", "graphify", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=kept | environment,
-    )
 
 
 def rows(text: str, start: str) -> list[list[str]]:

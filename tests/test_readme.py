@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checks import python
 
 import graphify
 import graphify.testing  # before `graphify()` is replaced below, so that it keeps the real one
@@ -141,14 +140,7 @@ def test_public_names_are_explained() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_check_themselves(example: Path) -> None:
     """Each example runs, on whatever device there is, and says what it found equal."""
-    kept = {name: value for name, value in os.environ.items() if name != "GRAPHIFY_DISABLE"}
-    done = subprocess.run(
-        [sys.executable, str(example)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=kept | {"PYTHONPATH": str(ROOT)},
-    )
+    done = python(str(example))
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equalled eager" in done.stdout

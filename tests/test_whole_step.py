@@ -120,7 +120,8 @@ def test_several_backwards_before_the_step(backend, device):
     assert counts(*same(train, backend)) == ALL_REPLAYED
 
 
-def test_gradients_add_up_across_calls(backend, device):
+@pytest.mark.parametrize("to_none", [False, True])
+def test_gradients_add_up_across_calls(backend, device, to_none):
     """One function only runs backwards, another steps: gradients are handed from graph to graph."""
 
     def train(wrap: Wrap) -> Iterator[Any]:
@@ -133,7 +134,7 @@ def test_gradients_add_up_across_calls(backend, device):
 
         def update() -> None:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
+            optimizer.zero_grad(set_to_none=to_none)
 
         accumulate, update = wrap(accumulate), wrap(update)
         for _ in range(8):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import counts, equal
+from checks import counts
 from stepping import (
     ALL_REPLAYED,
     Opaque,
@@ -89,33 +89,6 @@ def test_a_gradient_penalty_with_its_backward_outside(backend, device):
     assert counts(graphed) == ALL_REPLAYED
 
 
-def test_gradients_add_up_across_calls_to_none(backend, device):
-    """One function only runs backwards, another steps: gradients are handed from graph to graph."""
-
-    def train(wrap: Wrap) -> Iterator[Any]:
-        net, optimizer = pair(device)
-
-        def accumulate(x: Tensor) -> Tensor:
-            loss = loss_of(net, x)
-            loss.backward()
-            return loss.detach()
-
-        def update() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        accumulate, update = wrap(accumulate), wrap(update)
-        for _ in range(8):
-            for x in batches(device, 3):
-                yield accumulate(x), left(net, optimizer)
-            update()
-            yield left(net, optimizer)
-
-    for graphed in same(train, backend):
-        replayed(graphed, 4)
-
-
-@pytest.mark.parametrize("inside", [True, False])
 def test_a_gradient_that_the_user_gives_a_frozen_parameter(backend, device, inside):
     """A `.grad` put on a parameter that needs none is stepped with, or cleared, as in eager."""
 
@@ -270,23 +243,6 @@ def test_a_refusal_is_remembered(backend, device):
 
     refused(step, [batches(device, 1)], backend)
     assert len(seen) == 1
-
-
-def test_a_schedule_refused_inside_leaves_no_trace(backend, device):
-    """The counters of a schedule are put back with the rate."""
-    net, optimizer = pair(device)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    plain = plain_step(net, optimizer)
-
-    def step(x: Tensor) -> Tensor:
-        loss = plain(x)
-        schedule.step()
-        return loss
-
-    before = schedule.state_dict()
-    before = {**before, "_last_lr": [*before["_last_lr"]]}
-    refused(step, [batches(device, 1)], backend)
-    equal(before, schedule.state_dict())
 
 
 def test_ahead_of_time_where_no_state_is(backend, device):

@@ -17,6 +17,7 @@ from stepping import (
     Opaque,
     adamw,
     batches,
+    closure_step,
     left,
     loss_of,
     noisy,
@@ -527,19 +528,6 @@ def by_autograd_grad(net: nn.Module, optimizer: Optimizer) -> Callable[[Tensor],
     return step
 
 
-def by_closure(net: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
-    def step(x: Tensor) -> Tensor:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(net, x)
-            loss.backward()
-            return loss
-
-        return optimizer.step(closure).detach()
-
-    return step
-
-
 def by(backward: Callable[[nn.Module, Tensor], Any]) -> Callable[..., Callable[[Tensor], Tensor]]:
     def make(net: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
         def step(x: Tensor) -> Tensor:
@@ -579,7 +567,7 @@ def without_grad_mode(net: nn.Module, optimizer: Optimizer) -> Callable[[Tensor]
 WAYS: dict[str, Callable[..., Callable[[Tensor], Tensor]]] = {
     "by hand": by_hand,
     "autograd.grad": by_autograd_grad,
-    "closure": by_closure,
+    "closure": closure_step,
     "backward twice": by(twice),
     "backward of some": by(in_part),
     "checkpoint": by(with_checkpoint),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from stepping import (
     Opaque,
     adamw,
     batches,
+    closure_step,
     left,
     loss_of,
     pair,
@@ -66,18 +68,9 @@ def test_lbfgs(backend, device):
     net = mlp(device)
     optimizer = torch.optim.LBFGS(net.parameters())
 
-    def step(x: Tensor) -> Tensor:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(net, x)
-            loss.backward()
-            return loss
-
-        return optimizer.step(closure).detach()
-
     calls = [batches(device, 1)]
     before = left(net, optimizer)
-    error = refused(step, calls, backend)
+    error = refused(closure_step(net, optimizer), calls, backend)
     other = f"`torch.optim.AdamW(..., fused=True{'' if device.type == 'cpu' else ', capturable=True'})`"
     assert error.what == "`LBFGS` decides on the host how to step"
     assert error.why == READS
@@ -97,12 +90,12 @@ def test_a_schedule_stepped_inside(backend, device):
         return loss
 
     calls = [batches(device, 1)]
-    before = left(net, optimizer)
+    before = left(net, optimizer), copy.deepcopy(schedule.state_dict())
     error = refused(step, calls, backend)
     assert error.what == "a learning-rate schedule is stepped inside"
     assert error.why == ONCE
     assert error.fix == "`scheduler.step()` after the call of the graphed function"
-    equal(before, left(net, optimizer))
+    equal(before, (left(net, optimizer), schedule.state_dict()))
 
 
 def test_a_loss_that_still_needs_gradients(backend, device):
