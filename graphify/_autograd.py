@@ -21,8 +21,8 @@ from ._places import Survey
 from ._results import Primary, ResultPlan
 from ._signature import TensorSpec, overlap, specs_of
 from ._trial import HostRandomness
-from ._undo import UndoLog
-from ._watch import Watch, version_of, watching
+from ._undo import UndoLog, version_of
+from ._watch import Watch, watching
 from .backends.base import Recording
 from .errors import CaptureError, GraphifyError
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._places import Place, Survey, is_plain, same
 
-__all__ = ["Guard", "Miss", "find_place"]
+__all__ = ["Guard", "Miss", "find_place", "once"]
 
 
 class Miss(NamedTuple):
@@ -48,7 +48,7 @@ class Guard:
     ) -> None:
         kept = [(p, v) for key, (p, v) in survey.places.items() if key not in written]
         self.places = [(p, v) for p, v in kept if not isinstance(p.container, tuple)]
-        self.tensors = _once([v for _, v in kept if isinstance(v, Tensor)] + list(outside))
+        self.tensors = once([v for _, v in kept if isinstance(v, Tensor)] + list(outside))
         self.sizes = [(c, len(keys), name) for c, keys, name in survey.sizes]
         self.sizes += [(c, n, name) for c, n, name in survey.hooks]
         self.bulk = survey.bulk
@@ -167,7 +167,8 @@ def _version(host: Tensor) -> Any:
     return host.flatten().tolist() if host.is_inference() else host._version
 
 
-def _once(tensors: list[Tensor]) -> list[Tensor]:
+def once(tensors: list[Tensor]) -> list[Tensor]:
+    """Each tensor of a list once, in order."""
     return list({id(t): t for t in tensors}.values())
 
 

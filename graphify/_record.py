@@ -15,7 +15,7 @@ from ._autograd import Ends, Instance, Saved, saving
 from ._code import Executed, line_of
 from ._grads import refused_arguments
 from ._graph import Argument, Graph, Order, Setting, deliver_one, delivering, plan_launch
-from ._guards import Guard, find_place
+from ._guards import Guard, find_place, once
 from ._inputs import StaticInputs
 from ._layout import family_key, is_dense
 from ._optimizers import refused_change
@@ -24,8 +24,8 @@ from ._results import ResultPlan, TangledError
 from ._stand_ins import StandIns, StandInUsedError
 from ._tree import Tree, tensors_of, tree_of
 from ._trial import HostRandomness
-from ._undo import UndoLog
-from ._watch import Watch, version_of, watching
+from ._undo import UndoLog, version_of
+from ._watch import Watch, watching
 from ._whole_step import WholeStep, hooks_on
 from .backends.base import Recording
 from .errors import CaptureError
@@ -376,8 +376,8 @@ class _Recorder:
         self.instance.drew = self.watch.drew
         self.instance.plan(plan.primaries, wants, statics)
         self.instance.renew(plan.results, self.saved, outside)
-        graph.instance, graph.kept = self.instance, _once([*graph.kept, *wants.leaves, *wants.others])
-        self.instance.reads(_once([*graph.kept, *(t for _, t in self.before.tensors())]))
+        graph.instance, graph.kept = self.instance, once([*graph.kept, *wants.leaves, *wants.others])
+        self.instance.reads(once([*graph.kept, *(t for _, t in self.before.tensors())]))
 
     def _result_consts(self, tree: Tree, consts: tuple[object, ...], survey: Survey) -> list[object]:
         """Constants of the result; those that are the caller's own objects become positions."""
@@ -404,10 +404,6 @@ def _tokens(tree: Tree, values: tuple[Any, ...]) -> tuple[Hashable, ...]:
 
 def _metadata(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, family_key(tensor)
-
-
-def _once(tensors: list[Tensor]) -> list[Tensor]:
-    return list({id(t): t for t in tensors}.values())
 
 
 def _born_before(tensor: Tensor, start: int) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._illegal import tensors_in
 
-__all__ = ["UndoLog", "below", "writes_of"]
+__all__ = ["UndoLog", "below", "version_of", "writes_of"]
 
 _BELOW_VIEWS = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", torch._C._AutoDispatchBelowAutograd)
 
@@ -30,6 +30,11 @@ def below() -> Iterator[None]:
         _BELOW_VIEWS(),
     ):
         yield
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was written, as autograd counts; nobody counts for an inference tensor."""
+    return None if tensor.is_inference() else tensor._version
 
 
 class _Hidden(NamedTuple):
@@ -170,8 +175,7 @@ def _bytes(storage: torch.UntypedStorage, size: int) -> Tensor:
 
 
 def _host(tensor: Tensor, storage: torch.UntypedStorage) -> _Host:
-    version = None if tensor.is_inference() else tensor._version
-    return _Host(tensor, storage, tensor.storage_offset(), tensor.size(), tensor.stride(), version)
+    return _Host(tensor, storage, tensor.storage_offset(), tensor.size(), tensor.stride(), version_of(tensor))
 
 
 def _restore_host(host: _Host) -> None:

@@ -15,10 +15,10 @@ from ._code import Executed, user_line
 from ._composite import decomposed, is_composite
 from ._illegal import HOST, READ, Offence, offence, tensors_in
 from ._layout import family_key
-from ._undo import UndoLog, writes_of
+from ._undo import UndoLog, version_of, writes_of
 from .errors import CaptureError
 
-__all__ = ["Watch", "version_of", "watching"]
+__all__ = ["Watch", "watching"]
 
 aten = torch.ops.aten
 _RESTRIDING = {
@@ -164,11 +164,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = family_key(tensor)
             if key not in self.outside and key not in self.given:
                 self.born.add(key)
-
-
-def version_of(tensor: Tensor) -> int | None:
-    """How often a tensor was written, as autograd counts; nobody counts for an inference tensor."""
-    return None if tensor.is_inference() else tensor._version
 
 
 @contextmanager
