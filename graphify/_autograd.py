@@ -17,9 +17,9 @@ from ._gate import Gate, Pulled, fitted, freed, gated
 from ._graph import Graph, Setting, plan_launch
 from ._inputs import StaticInputs
 from ._layout import family_key
-from ._places import Survey
 from ._results import Primary, ResultPlan
 from ._signature import TensorSpec, overlap, specs_of
+from ._survey import Survey
 from ._trial import HostRandomness
 from ._undo import UndoLog, version_of
 from ._watch import Watch, watching

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._places import Place, Survey, is_plain, same
+from ._places import Place, is_plain, same
+from ._survey import Survey
 
 __all__ = ["Guard", "Miss", "find_place", "once"]
 

@@ -26,10 +26,10 @@ from ._lifted import numbers_of
 from ._numbers import Numbers
 from ._optimizers import UnbuiltError, refusal_of, refused_code, steps
 from ._options import Options
-from ._places import Survey
 from ._record import NeedsGradError, has_gradients, record
 from ._results import TangledError
 from ._signature import TensorSpec, refusal, specs_of
+from ._survey import Survey
 from ._tree import tensors_of, tree_of
 from ._trial import Snapshot, trial
 from ._undo import UndoLog

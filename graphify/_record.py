@@ -19,9 +19,10 @@ from ._guards import Guard, find_place, once
 from ._inputs import StaticInputs
 from ._layout import family_key, is_dense
 from ._optimizers import refused_change
-from ._places import MISSING, Change, Survey
+from ._places import MISSING, Change
 from ._results import ResultPlan, TangledError
 from ._stand_ins import StandIns, StandInUsedError
+from ._survey import Survey
 from ._tree import Tree, tensors_of, tree_of
 from ._trial import HostRandomness
 from ._undo import UndoLog, version_of

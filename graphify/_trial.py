@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ._places import Survey
+from ._survey import Survey
 from ._undo import UndoLog
 
 __all__ = ["HostRandomness", "Snapshot", "trial"]

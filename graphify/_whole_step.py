@@ -13,7 +13,8 @@ from ._grads import GradPlan, Grads
 from ._guards import Miss
 from ._lifted import Lifted
 from ._optimizers import steps
-from ._places import Place, Survey
+from ._places import Place
+from ._survey import Survey
 from ._watch import Watch
 from .errors import CaptureError
 

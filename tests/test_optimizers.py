@@ -19,7 +19,8 @@ from graphify._code import Executed
 from graphify._guards import Guard
 from graphify._lifted import Lifted, can_lift, numbers_of, unliftable
 from graphify._optimizers import refusal_of, refused_change, refused_code, steps
-from graphify._places import Place, Survey
+from graphify._places import Place
+from graphify._survey import Survey
 from graphify._watch import Watch, watching
 from graphify.backends.eager import EagerBackend
 from graphify.errors import CaptureError
