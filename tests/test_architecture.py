@@ -30,6 +30,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     1: (
         *(
             "_ambient",
+            "_axes",
             "_binding",
             "_code",
             "_composite",
@@ -39,19 +40,19 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
             "_illegal",
             "_layout",
         ),
-        *("_signature", "_specs", "_stand_ins", "_tree", "_tree_code", "stats"),
+        *("_signature", "_specification", "_specs", "_stand_ins", "_tree", "_tree_code", "buckets", "stats"),
     ),
     2: (
         *("_grads", "_guards", "_lifted", "_optimizers", "_places", "_pool", "_survey", "_trial", "_undo"),
         "_watch",
     ),
     3: (
-        *("_inputs", "_options", "_results", "_whole_step", "backends", "backends._cuda_copies"),
+        *("_inputs", "_options", "_results", "_saved", "_whole_step", "backends", "backends._cuda_copies"),
         *("backends._cuda_driver", "backends._host_reads", "backends._memory", "backends._rng"),
         "backends._tape_record",
         *("backends._tape_steps", "backends.base", "backends.cuda", "backends.eager", "backends.tape"),
     ),
-    4: ("_autograd", "_entry", "_graph", "_instances", "_record"),
+    4: ("_autograd", "_backwards", "_entry", "_graph", "_instances", "_record", "_turns"),
     5: ("_life", "_numbers"),
     6: ("_decorate", "_method", "_module", "_wrapper"),
     7: (
@@ -65,8 +66,10 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 
 ALONG: Mapping[str, tuple[str, ...]] = {
+    "_axes": ("buckets",),
     "_code": ("_following",),
     "_gate": ("_ambient", "_layout"),
+    "_specification": ("_axes", "buckets"),
     "_specs": ("_ambient",),
     "_tree_code": ("_constants",),
     "_tree": ("_constants", "_tree_code"),
@@ -95,7 +98,8 @@ ALONG: Mapping[str, tuple[str, ...]] = {
         *("backends._host_reads", "backends._memory", "backends._rng"),
         *("backends._tape_record", "backends._tape_steps", "backends.base"),
     ),
-    "_autograd": ("_graph",),
+    "_backwards": ("_graph",),
+    "_autograd": ("_backwards", "_graph", "_turns"),
     "_instances": ("_graph",),
     "_record": ("_autograd", "_graph"),
     "_entry": ("_autograd", "_graph", "_instances"),
