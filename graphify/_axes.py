@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -125,10 +124,12 @@ def _side(paths: Sequence[str], place: Place, shapes: Shapes) -> str:
 
 def _own_advice(paths: Sequence[str], bucket: Bucket, pair: Sequence[Place]) -> str:
     what = f'the Bucket "{bucket.name}"' if bucket.name.isidentifier() else f"the sizes {bucket!r}"
-    own = {place: Bucket(name_of(paths[place.leaf], place.dim), bucket.sizes) for place in pair}
     table: dict[str, dict[int, Bucket]] = {}
+    taken: list[str] = []
     for place in pair:
-        table.setdefault(paths[place.leaf], {})[place.dim] = own[place]
+        path = paths[place.leaf]
+        taken.append(name_of(path, place.dim, taken))
+        table.setdefault(path, {})[place.dim] = Bucket(taken[-1], bucket.sizes)
     return (
         f"both are {what} in the option `buckets`, so they are one size."
         f" Pass tensors that agree, or give each a Bucket of its own:\n{text_of(table)}"
@@ -149,9 +150,12 @@ def _mapping_advice(
     )
 
 
-def name_of(path: str, dim: int) -> str:
-    """An identifier for one dimension of a path: "batch_ids_0" of `batch['ids']`."""
-    return "_".join([*re.findall(r"\w+", path), str(dim)])
+def name_of(path: str, dim: int, taken: Collection[str] = ()) -> str:
+    """An identifier for one dimension of a path, none of those taken: "batch_ids_0" of `batch['ids']`."""
+    spaced = "".join(char if f"a{char}".isidentifier() else " " for char in path)
+    name = "_".join([*spaced.split(), str(dim)])
+    others = (f"{name}_{number}" for number in itertools.count(2))
+    return next(found for found in itertools.chain([name], others) if found not in taken)
 
 
 def text_of(table: Mapping[str, Dims]) -> str:

@@ -30,6 +30,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     1: (
         *(
             "_ambient",
+            "_auto",
             "_axes",
             "_binding",
             "_code",
@@ -47,12 +48,12 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
         "_watch",
     ),
     3: (
-        *("_inputs", "_options", "_results", "_saved", "_whole_step", "backends", "backends._cuda_copies"),
+        *("_inputs", "_options", "_results", "_whole_step", "backends", "backends._cuda_copies"),
         *("backends._cuda_driver", "backends._host_reads", "backends._memory", "backends._rng"),
         "backends._tape_record",
         *("backends._tape_steps", "backends.base", "backends.cuda", "backends.eager", "backends.tape"),
     ),
-    4: ("_autograd", "_backwards", "_entry", "_graph", "_instances", "_record", "_turns"),
+    4: ("_autograd", "_entry", "_graph", "_instances", "_record"),
     5: ("_life", "_numbers"),
     6: ("_decorate", "_method", "_module", "_wrapper"),
     7: (
@@ -66,6 +67,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 
 ALONG: Mapping[str, tuple[str, ...]] = {
+    "_auto": ("_axes", "_specification", "buckets"),
     "_axes": ("buckets",),
     "_code": ("_following",),
     "_gate": ("_ambient", "_layout"),
@@ -98,8 +100,7 @@ ALONG: Mapping[str, tuple[str, ...]] = {
         *("backends._host_reads", "backends._memory", "backends._rng"),
         *("backends._tape_record", "backends._tape_steps", "backends.base"),
     ),
-    "_backwards": ("_graph",),
-    "_autograd": ("_backwards", "_graph", "_turns"),
+    "_autograd": ("_graph",),
     "_instances": ("_graph",),
     "_record": ("_autograd", "_graph"),
     "_entry": ("_autograd", "_graph", "_instances"),
