@@ -704,18 +704,10 @@ def test_layouts_are_what_their_names_say(layout: str) -> None:
     assert not torch.equal(made, make_tensor(shape, dtype, layout=layout, seed=5))
 
 
-def test_an_unknown_layout_is_refused_at_draw_time() -> None:
-    """A wrong argument of a strategy is an error that lists the right ones, when the first tensor is drawn."""
-    strategy = tensors(layouts=["diagonal"])
-
-    @settings(max_examples=1, database=None)
-    @given(strategy)
-    def draw(tensor: Tensor) -> None: ...
-
-    with pytest.raises(
-        ValueError, match=r"tensors\(layouts=...\): \['diagonal'\] not among \['channels_last'"
-    ):
-        draw()
+def test_an_unknown_layout_is_refused() -> None:
+    """A wrong argument of a strategy is an error that lists the right ones."""
+    with pytest.raises(ValueError, match=r"tensors: layouts must be one of 'contiguous', .*, not 'diagonal'"):
+        tensors(layouts=["diagonal"])
 
 
 @settings(max_examples=100)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._layout import overlaps_itself
+from ._checks import check_count, check_kind, check_one_of
 from ._data import fits, make_tensor
 from ._leaves import arguments, collecting, floats, parameters, results
 from ._twins import Act, Outcome, Twin
@@ -61,6 +62,13 @@ def _roots(wanted: list[Tensor], loss: str, seed: int) -> Roots:
     return [torch.stack(reals).sum() if len(reals) > 1 else reals[0]], None
 
 
+def _check_numbers(name: str, values: object) -> None:
+    check_kind(name, values, (tuple, list), "a tuple of numbers, as in (0,)")
+    assert isinstance(values, (tuple, list))
+    for value in values:
+        check_count(name, value)
+
+
 def _calls(twin: Twin, ago: tuple[int, ...]) -> list[Outcome]:
     return [twin.outcomes[-1 - back] for back in ago if back < len(twin.outcomes)]
 
@@ -83,6 +91,13 @@ class Backward(Act):
     into: str = ""
     seed: int = 0
     goes_back = True
+
+    def __post_init__(self) -> None:
+        _check_numbers("Backward: ago", self.ago)
+        _check_numbers("Backward: picks", self.picks)
+        check_kind("Backward: seed", self.seed, int, "an int")
+        check_one_of("Backward: loss", self.loss, LOSSES)
+        check_one_of("Backward: into", self.into, ("", "parameters", "arguments"))
 
     def __call__(self, twin: Twin) -> None:
         """Gradients come to the leaves."""
@@ -110,6 +125,13 @@ class Gradients(Act):
     seed: int = 0
     create: bool = False
     goes_back = keeps = True
+
+    def __post_init__(self) -> None:
+        _check_numbers("Gradients: ago", self.ago)
+        _check_numbers("Gradients: picks", self.picks)
+        check_kind("Gradients: seed", self.seed, int, "an int")
+        check_one_of("Gradients: loss", self.loss, LOSSES)
+        check_one_of("Gradients: to", self.to, ("parameters", "arguments", "all"))
 
     def __call__(self, twin: Twin) -> None:
         """Keep the gradients, None where nothing leads to."""
@@ -151,6 +173,10 @@ class Edit(Act):
     recorded: bool = True
     optional = quiet = True
 
+    def __post_init__(self) -> None:
+        _check_numbers("Edit: ago", self.ago)
+        check_count("Edit: pick", self.pick)
+
     def __call__(self, twin: Twin) -> None:
         """What eager forbids (a leaf, a view of many) is left out on both sides."""
         found = [t for outcome in _calls(twin, self.ago) for t in floats(outcome.value) if _writable(t)]
@@ -166,6 +192,9 @@ class EditArguments(Act):
     ago: tuple[int, ...] = (0,)
     factor: float = 0.5
     quiet = True
+
+    def __post_init__(self) -> None:
+        _check_numbers("EditArguments: ago", self.ago)
 
     def __call__(self, twin: Twin) -> None:
         """Behind autograd's back, for leaves too."""
@@ -183,6 +212,10 @@ class Update(Act):
     rate: float = 0.1
     clip: float | None = None
     quiet = True
+
+    def __post_init__(self) -> None:
+        check_kind("Update: rate", self.rate, (int, float), "a number")
+        check_kind("Update: clip", self.clip, (int, float, type(None)), "a number or None")
 
     def __call__(self, twin: Twin) -> None:
         """Kept finite, so that later steps still show something."""
@@ -244,6 +277,9 @@ class Hook(Act):
     accumulated: bool = False
     quiet = True
 
+    def __post_init__(self) -> None:
+        check_count("Hook: pick", self.pick)
+
     def __call__(self, twin: Twin) -> None:
         """The hook stays."""
         found = [*parameters(twin), *(leaf for leaf in collecting(twin) if leaf.requires_grad)]
@@ -272,6 +308,9 @@ class Drop(Act):
 
     ago: tuple[int, ...] = (0,)
     quiet = True
+
+    def __post_init__(self) -> None:
+        _check_numbers("Drop: ago", self.ago)
 
     def __call__(self, twin: Twin) -> None:
         """Its graph is free as soon as nothing else holds it."""

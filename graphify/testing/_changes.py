@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._checks import check_count, check_kind, check_one_of
 from ._data import make_tensor
 from ._programs import Place, State
 
@@ -23,6 +24,13 @@ class Changes:
     """What happens to a twin before a call; each change is a verb, a name and values."""
 
     changes: tuple[Change, ...]
+
+    def __post_init__(self) -> None:
+        check_kind("Changes: changes", self.changes, (tuple, list), "a tuple of tuples")
+        for change in self.changes:
+            check_kind("Changes: each change", change, tuple, "a tuple of a verb, a name and values")
+            check_count("Changes: the length of each change", len(change), 2)
+            check_one_of("Changes: the verb", change[0], _VERBS)
 
     def __call__(self, twin: Any) -> None:
         for verb, name, *values in self.changes:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._checks import check_count, check_kind, check_one_of
 from ._worlds import Late, World
 
 __all__ = ["LAYOUTS", "Data", "Rows", "Scaled", "fits", "make_tensor"]
@@ -93,7 +94,13 @@ def make_tensor(
     """The tensor that these say: a CPU tensor with small random values, from no global random state.
 
     Integers are in [0, high). `special` puts NaN, infinities and -0.0 among the floats.
+
+    Raises:
+        TypeError, ValueError: an argument of another kind; a layout that is unknown or does not fit the shape.
     """
+    _check("make_tensor", shape, dtype, layout)
+    check_count("make_tensor: high", high, 1)
+    check_kind("make_tensor: seed", seed, int, "an int")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         if dtype.is_floating_point or dtype.is_complex:
@@ -111,6 +118,19 @@ def make_tensor(
         return LAYOUTS[layout][0](values)
 
 
+def _check(function: str, shape: object, dtype: object, layout: object) -> None:
+    check_kind(f"{function}: shape", shape, tuple, "a tuple of sizes")
+    assert isinstance(shape, tuple)
+    for size in shape:
+        check_count(f"{function}: a size in shape", size)
+    check_kind(f"{function}: dtype", dtype, torch.dtype, "a torch.dtype")
+    assert isinstance(dtype, torch.dtype)
+    check_one_of(f"{function}: layout", layout, LAYOUTS)
+    assert isinstance(layout, str)
+    if not fits(layout, shape, dtype):
+        raise ValueError(f"{function}: layout {layout!r} does not fit shape {tuple(shape)} of {dtype}")
+
+
 @dataclass(frozen=True)
 class Data(Late):
     """A tensor argument by description; equal descriptions, in one call or several, are one tensor in each twin."""
@@ -122,6 +142,16 @@ class Data(Late):
     high: int = 8
     requires_grad: bool = False
     inference: bool = False
+
+    def __post_init__(self) -> None:
+        dtype = getattr(torch, str(self.dtype), None)
+        check_kind("Data: dtype", dtype, torch.dtype, 'the name of one, such as "float32"')
+        assert isinstance(dtype, torch.dtype)
+        _check("Data", self.shape, dtype, self.layout)
+        if self.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(
+                f"Data: requires_grad needs a dtype of real or complex numbers, not {self.dtype}"
+            )
 
     def make(self) -> Tensor:
         """A new tensor of this description."""
@@ -152,6 +182,11 @@ class Rows(Late):
     start: int
     stop: int
 
+    def __post_init__(self) -> None:
+        check_kind("Rows: of", self.of, Data, "a Data")
+        check_count("Rows: start", self.start)
+        check_count("Rows: stop", self.stop)
+
     def resolve(self, world: World) -> Any:
         """A new view of this world's tensor."""
         tensor = self.of.resolve(world)
@@ -165,6 +200,9 @@ class Scaled(Late):
 
     of: Data
     factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_kind("Scaled: of", self.of, Data, "a Data")
 
     def resolve(self, world: World) -> Any:
         """A new product in this world."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from ._checks import check_count, check_counts
 from ._programs import Input, Program, render
 from ._statements import FAMILIES, host_side, write_out
-from ._strategies import need_hypothesis
+from ._strategies import check_words, need_hypothesis
 from ._trainable import TRAINABLE, step, weight
 from ._writer import ROWS, WIDTH, Var, Writer
 
@@ -51,6 +52,9 @@ def programs(
         steps: each goes through its own backward and moves its weights, alone or by an optimizer.
     """
     need_hypothesis()
+    check_counts("programs", {"min_statements": min_statements, "max_statements": max_statements})
+    check_words("programs: shapes", shapes, ("module", "object", "closure", "global"))
+    check_count("programs: host_side_percent", host_side_percent, most=100)
     strategy: SearchStrategy[Program] = _composite()(
         (min_statements, max_statements), shapes, host_side_percent, trained or steps, steps
     )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import graphify, handle
 from ..errors import GraphifyError
 from ..stats import Stats
+from ._checks import check_callable, check_kind, check_place
 from ._compare import Comparison
 from ._leaves import align, forget
 from ._twins import Act, Call, Done, Outcome, Then, Twin
@@ -20,6 +21,7 @@ from ._worlds import Rng, World, refuse_shared_state
 
 __all__ = ["assert_matches_eager"]
 
+_HERE = "assert_matches_eager"
 _SHOWN = 8
 _LATEST = 3  # what acts change is here; the next call looks at all that was ever handed out
 _MODIFIED = "modified by an inplace operation"
@@ -63,18 +65,24 @@ def assert_matches_eager(
 
     Raises:
         AssertionError: names the call, the leaf and what differs.
-        TypeError: a function whose twins would share state; pass `make`.
+        TypeError: a function whose twins would share state (pass `make`); an argument of another kind.
+        ValueError: an option that has no such value, a device that is not there.
 
     With `outputs="static"`, results are compared right after their call and then let go.
     """
     __tracebackhide__ = True
-    place = None if device is None else torch.device(device)
-    sequence = [call if isinstance(call, Call) else Call(tuple(call)) for call in calls]
+    place = None if device is None else check_place(f"{_HERE}: device", device)
+    sequence = _sequence(calls)
+    for name, judge in (("check_state", check_state), ("loud_ok", loud_ok)):
+        check_callable(f"{_HERE}: {name}", judge, "True, False or a function", (True, False), classes=False)
+    check_callable(f"{_HERE}: graphed", graphed, "a function that wraps the twin, or None")
     found = Rng(place)
     try:
         worlds = _worlds(target, make, place)
         decorate: Any = graphify
         entry = (graphed or decorate(backend=backend, **options))(worlds[1].twin)
+        if not callable(entry):
+            raise TypeError(f"{_HERE}: graphed gave {entry!r}, which cannot be called")
         acts = [act for call in sequence if isinstance(call.after, Then) for act in call.after.acts]
         witness = Witness() if any(act.goes_back for act in acts) else None
         eager = Twin(worlds[0], worlds[0].twin, witness)
@@ -90,6 +98,16 @@ def assert_matches_eager(
     return Stats(calls=len(sequence), eager=len(sequence)) if controls is None else controls.stats()
 
 
+def _sequence(calls: Iterable[Call | tuple[Any, ...]]) -> list[Call]:
+    wanted = "an iterable of Calls or of tuples of positional arguments, as in [(x,), (y,)]"
+    if isinstance(calls, (str, Mapping, Tensor)) or not isinstance(calls, Iterable):
+        check_kind(f"{_HERE}: calls", calls, (), wanted)
+    sequence = list(calls)
+    for call in sequence:
+        check_kind(f"{_HERE}: each of calls", call, (Call, tuple, list), "a Call or a tuple, as in (x,)")
+    return [call if isinstance(call, Call) else Call(tuple(call)) for call in sequence]
+
+
 def _worlds(
     target: Callable[..., Any] | None,
     make: Callable[[], Callable[..., Any]] | None,
@@ -97,11 +115,10 @@ def _worlds(
 ) -> tuple[World, World]:
     """Two worlds with a twin each, made from one random state."""
     if (target is None) == (make is None):
-        raise TypeError("assert_matches_eager: give either a target or make=")
-    if target is not None and _controls(target) is not None:
-        raise TypeError(
-            "assert_matches_eager: the target is graphed already; give the plain one, its `__wrapped__`"
-        )
+        raise TypeError(f"{_HERE}: give either a target or make=")
+    if target is not None:
+        _check_plain("the target", target)
+    check_callable(f"{_HERE}: make", make, "a function that builds a fresh twin")
     refuse_shared_state(target)
     worlds, start = (World(device), World(device)), Rng(device)
     for world in worlds:
@@ -110,7 +127,27 @@ def _worlds(
         if device is not None and isinstance(world.twin, nn.Module):
             world.twin.to(device)
     start.restore()
+    if make is not None:
+        _check_made(*(world.twin for world in worlds))
     return worlds
+
+
+def _check_plain(name: str, target: Any) -> None:
+    if isinstance(target, type) or not callable(target):
+        raise TypeError(f"{_HERE}: {name} must be a module, a function or a callable object, not {target!r}")
+    if _controls(target) is not None:
+        raise TypeError(f"{_HERE}: {name} is graphed already; give the plain one, its `__wrapped__`")
+
+
+def _check_made(eager: Any, graphed: Any) -> None:
+    _check_plain("what make() gave", eager)
+    if eager is not graphed:
+        return
+    if not isinstance(eager, (types.FunctionType, types.BuiltinFunctionType)):
+        raise TypeError(
+            f"{_HERE}: make() gave one {type(eager).__name__} twice; it must build a fresh twin each time"
+        )
+    refuse_shared_state(eager)
 
 
 def _controls(entry: Any) -> Any:

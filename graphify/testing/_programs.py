@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ._checks import check_callable, check_kind, check_place
 from ._strategies import Pair, Record
 
 __all__ = ["Input", "Place", "Program", "State", "render"]
@@ -54,19 +55,23 @@ class Program:
     modes: tuple[str, ...] = ("no_grad",)
     min_n: int = 1
 
+    def __post_init__(self) -> None:
+        check_kind("Program: source", self.source, str, "Python text")
+
     def make(self, device: torch.device | str = "cpu") -> Callable[..., Any]:
         """Run the source in a namespace of its own; the same state each time, whatever the random state."""
         name = f"<program {zlib.crc32(self.source.encode()):08x}>"
         linecache.cache[name] = (len(self.source), None, self.source.splitlines(keepends=True), name)
         space: dict[str, Any] = {"torch": torch, "nn": nn, "F": functional, "Pair": Pair, "Record": Record}
         space["__name__"] = "program"
-        place = torch.device(device)
+        place = check_place("Program.make: device", device)
         on_cpu = place.type == "cpu"
         forked = torch.random.fork_rng(devices=[] if on_cpu else [place], device_type=place.type)
         with forked, place, torch.inference_mode(False):
             # torch.manual_seed costs 5 ms without a GPU: it keeps a stack trace for each lazy device module.
             (torch.default_generator.manual_seed if on_cpu else torch.manual_seed)(0)
             exec(compile(self.source, name, "exec"), space)
+            check_callable("Program: make in the source", space.get("make"), "a function", ())
             made: Callable[..., Any] = space["make"]()
         return made
 

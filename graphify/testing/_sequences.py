@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ._changes import Change, Changes, changes_of
+from ._checks import check_counts, check_kind, check_one_of, check_place
 from ._data import Data, Rows, fits
 from ._programs import Input, Program
 from ._strategies import Pair, Record, need_hypothesis
@@ -30,6 +31,10 @@ class Ambient:
     mode: str = "no_grad"
     autocast: str = ""
 
+    def __post_init__(self) -> None:
+        check_one_of("Ambient: mode", self.mode, ("no_grad", "inference", "grad"))
+        check_one_of("Ambient: autocast", self.autocast, ("", "cpu", "cuda"))
+
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         mode = (
@@ -48,6 +53,9 @@ class Spoil:
 
     factor: float = 0.5
 
+    def __post_init__(self) -> None:
+        check_kind("Spoil: factor", self.factor, (int, float), "a number")
+
     def __call__(self, twin: Any, output: Any) -> None:
         with torch.inference_mode():
             for tensor in reachable(output, set()):
@@ -64,6 +72,9 @@ class Latest(Late):
     """The latest result's first tensor like `like`, itself and not a copy; `like` where there is none."""
 
     like: Data
+
+    def __post_init__(self) -> None:
+        check_kind("Latest: like", self.like, Data, "a Data")
 
     def resolve(self, world: World) -> Any:
         """That tensor."""
@@ -222,6 +233,9 @@ def call_sequences(
     After: the caller changes the result in place, or passes it to the next call.
     """
     need_hypothesis()
+    check_kind("call_sequences: program", program, Program, "a Program")
+    check_counts("call_sequences", {"min_calls": min_calls, "max_calls": max_calls})
+    check_place("call_sequences: device", device)
     strategy: SearchStrategy[list[Call]] = _composite()(program, (min_calls, max_calls), device)
     return strategy
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._checks import check_count, check_counts, check_kind, check_one_of
 from ._data import LAYOUTS, fits, make_tensor
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
 
-__all__ = ["Pair", "Record", "need_hypothesis", "pytrees", "tensors"]
+__all__ = ["Pair", "Record", "check_words", "need_hypothesis", "pytrees", "tensors"]
 
 DTYPES = (
     torch.float32,
@@ -55,6 +56,21 @@ def need_hypothesis() -> Any:
         ) from error
 
 
+def check_strategy(name: str, value: object) -> None:
+    """TypeError unless the value is a hypothesis strategy or None."""
+    kind = need_hypothesis().SearchStrategy
+    check_kind(name, value, (kind, type(None)), "a hypothesis strategy or None")
+
+
+def check_words(name: str, words: object, allowed: Collection[str]) -> None:
+    """An error unless these are words out of the allowed ones, at least one."""
+    check_kind(name, words, (tuple, list), f"a list of words out of {', '.join(map(repr, allowed))}")
+    assert isinstance(words, (tuple, list))
+    for word in words:
+        check_one_of(name, word, allowed)
+    check_count(f"{name}: the number of words", len(words), 1)
+
+
 def tensors(
     *,
     dtypes: Sequence[torch.dtype] = DTYPES,
@@ -77,16 +93,21 @@ def tensors(
         allow_special: let floats hold NaN, infinities and -0.0.
 
     Raises:
-        ValueError: an unknown layout, when the first tensor is drawn.
+        TypeError, ValueError: an argument of another kind, an unknown layout, a smallest size above the largest.
     """
     st = need_hypothesis()
+    check_words("tensors: layouts", layouts, LAYOUTS)
+    check_kind("tensors: dtypes", dtypes, (tuple, list), "a list of dtypes")
+    check_count("tensors: the number of dtypes", len(dtypes), 1)
+    for dtype in dtypes:
+        check_kind("tensors: each of dtypes", dtype, torch.dtype, "a torch.dtype")
+    check_counts("tensors", {"min_dims": min_dims, "max_dims": max_dims})
+    check_counts("tensors", {"min_side": min_side, "max_side": max_side})
+    check_strategy("tensors: shapes", shapes)
     if shapes is None:
         shapes = st.lists(st.integers(min_side, max_side), min_size=min_dims, max_size=max_dims).map(tuple)
 
     def draw_tensor(draw: DrawFn) -> Tensor:
-        unknown = sorted(set(layouts) - set(LAYOUTS))
-        if unknown:
-            raise ValueError(f"tensors(layouts=...): {unknown} not among {sorted(LAYOUTS)}")
         shape, dtype = draw(shapes), draw(st.sampled_from(list(dtypes)))
         fitting = [layout for layout in layouts if fits(layout, shape, dtype)] or ["contiguous"]
         layout, seed = draw(st.sampled_from(fitting)), draw(st.integers(0, 2**16))
@@ -112,8 +133,14 @@ def pytrees(
         max_leaves: about how many leaves at most.
         keys: a strategy for dict keys; None: short strings and small integers.
         allow_constants: let None, numbers, strings, dtypes and the like stand among the leaves.
+
+    Raises:
+        TypeError, ValueError: an argument of another kind.
     """
     st = need_hypothesis()
+    check_strategy("pytrees: leaves", leaves)
+    check_strategy("pytrees: keys", keys)
+    check_count("pytrees: max_leaves", max_leaves, 1)
     constants = st.sampled_from(
         [
             None,

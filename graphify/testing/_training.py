@@ -20,6 +20,7 @@ from ._acts import (
     ZeroGradients,
 )
 from ._changes import Change, Changes, changes_of
+from ._checks import check_counts, check_kind, check_place
 from ._data import Data, Scaled
 from ._programs import Input, Program
 from ._sequences import Ambient, Drawer, Setting
@@ -227,6 +228,13 @@ def training_sequences(
     holds their `.grad`, which is a graph's own memory.
     """
     need_hypothesis()
+    check_kind("training_sequences: program", program, Program, "a Program")
+    check_counts("training_sequences", {"min_calls": min_calls, "max_calls": max_calls})
+    check_place("training_sequences: device", device)
+    if "grad" not in program.modes:
+        raise ValueError(
+            "training_sequences: program must run in grad mode; draw it with programs(trained=True)"
+        )
     strategy: SearchStrategy[list[Call]] = _composite()(program, (min_calls, max_calls), device, steps)
     return strategy
 

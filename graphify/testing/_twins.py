@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._checks import check_callable, check_kind
 from ._witness import Witness
 from ._worlds import Rng, World
 
@@ -50,6 +51,11 @@ class Then:
 
     acts: tuple[Act, ...]
 
+    def __post_init__(self) -> None:
+        check_kind("Then: acts", self.acts, (tuple, list), "a tuple of acts, as in Then((Backward(),))")
+        for act in self.acts:
+            check_kind("Then: acts", act, Act, "a tuple of acts")
+
     def __repr__(self) -> str:
         return f"Then({self.acts!r})"
 
@@ -76,6 +82,24 @@ class Call:
     before: Callable[[Any], object] | None = None
     context: Callable[[], AbstractContextManager[Any]] | None = None
     after: Callable[[Any, Any], object] | Then | None = None
+
+    def __post_init__(self) -> None:
+        check_kind(
+            "Call: args", self.args, (tuple, list), "a tuple of positional arguments, as in Call((x,))"
+        )
+        check_kind("Call: kwargs", self.kwargs, Mapping, "a dict of keyword arguments")
+        for name in self.kwargs:
+            check_kind("Call: each key of kwargs", name, str, "a string")
+        check_callable("Call: before", self.before, "a function of the twin, or None")
+        if not callable(self.context) or isinstance(self.context, AbstractContextManager):
+            wanted = "what makes a context manager, as in context=torch.no_grad, or None"
+            check_kind("Call: context", self.context, type(None), wanted)
+        if isinstance(self.after, Act):
+            raise TypeError(f"Call: after must be a function, not an act; write Then(({self.after!r},))")
+        if not isinstance(self.after, Then):
+            check_callable(
+                "Call: after", self.after, "a function of twin and output, Then((act, ...)) or None"
+            )
 
 
 @dataclass

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._layout import with_bits
+from ._checks import check_callable
 from ._compare import held_by
 
 __all__ = ["Late", "Rng", "World", "reachable", "refuse_shared_state"]
@@ -34,6 +35,7 @@ class Late:
     """
 
     def __init__(self, get: Callable[[Any, list[Any]], Any]) -> None:
+        check_callable("Late: get", get, "a function of twin and outputs", ())
         self._get = get
 
     def resolve(self, world: World) -> Any:
