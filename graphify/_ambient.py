@@ -24,6 +24,7 @@ __all__ = [
     "dynamo_guard",
     "function_modes",
     "inactive",
+    "keeps_graph",
     "same_ambient",
 ]
 
@@ -311,3 +312,7 @@ function_modes = _probes(private=True)[3]
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that this thread is in the middle of; -1 outside of one."""
+
+
+keeps_graph: Callable[[], bool] | None = _first("_C._autograd._get_current_graph_task_keep_graph")
+"""Whether the backward that this thread is in the middle of was asked to retain the graph."""

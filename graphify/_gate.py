@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from ._ambient import current_backward
 from ._layout import is_dense
 
-__all__ = ["Gate", "Pulled", "close_gates", "fitted", "freed", "gated"]
+__all__ = ["Gate", "Pulled", "close_gates", "fitted", "freed", "gated", "summed"]
 
 _KINDS = (Tensor, nn.Parameter)
 _will_run: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
@@ -124,7 +124,7 @@ class Gate:
                 return [None] * len(self.leaves)
             direct, totals = mine[0].direct, mine[0].grads
             if len(mine) > 1:
-                totals = _summed([taken.grads for taken in mine])
+                totals = summed([taken.grads for taken in mine])
                 direct = [all(modes) for modes in zip(*(taken.direct for taken in mine), strict=True)]
             return self._accumulate(direct, totals)
 
@@ -284,9 +284,9 @@ def _grouped() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def _summed(found: list[list[Tensor | None]]) -> list[Tensor | None]:
+def summed(found: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
     """The sums over several replays, in the order in which they were pulled, as the engine adds them."""
-    total = found[0]
+    total = [*found[0]]
     for more in found[1:]:
         total = [b if a is None else a if b is None else a + b for a, b in zip(total, more, strict=True)]
     return total

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from ._autograd import Ends, Instance, Saved, saving
+from ._autograd import Instance
 from ._code import Executed, line_of
+from ._ends import Ends
 from ._grads import refused_arguments
 from ._graph import Argument, Graph, Order, Setting, deliver_one, delivering, plan_launch
 from ._guards import Guard, find_place, once
@@ -21,6 +22,7 @@ from ._layout import family_key, is_dense
 from ._optimizers import refused_change
 from ._places import MISSING, Change
 from ._results import ResultPlan, TangledError
+from ._saved import Saved, saving
 from ._stand_ins import StandIns, StandInUsedError
 from ._survey import Survey
 from ._tree import Tree, tensors_of, tree_of

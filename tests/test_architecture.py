@@ -45,15 +45,15 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     ),
     2: (
         *("_grads", "_guards", "_lifted", "_optimizers", "_places", "_pool", "_survey", "_trial", "_undo"),
-        "_watch",
+        *("_ends", "_watch"),
     ),
     3: (
-        *("_inputs", "_options", "_results", "_whole_step", "backends", "backends._cuda_copies"),
+        *("_inputs", "_options", "_results", "_saved", "_whole_step", "backends", "backends._cuda_copies"),
         *("backends._cuda_driver", "backends._host_reads", "backends._memory", "backends._rng"),
         "backends._tape_record",
         *("backends._tape_steps", "backends.base", "backends.cuda", "backends.eager", "backends.tape"),
     ),
-    4: ("_autograd", "_entry", "_graph", "_instances", "_record"),
+    4: ("_autograd", "_backwards", "_entry", "_graph", "_instances", "_record", "_turns"),
     5: ("_life", "_numbers"),
     6: ("_decorate", "_method", "_module", "_wrapper"),
     7: (
@@ -100,7 +100,8 @@ ALONG: Mapping[str, tuple[str, ...]] = {
         *("backends._host_reads", "backends._memory", "backends._rng"),
         *("backends._tape_record", "backends._tape_steps", "backends.base"),
     ),
-    "_autograd": ("_graph",),
+    "_backwards": ("_graph",),
+    "_autograd": ("_backwards", "_graph", "_turns"),
     "_instances": ("_graph",),
     "_record": ("_autograd", "_graph"),
     "_entry": ("_autograd", "_graph", "_instances"),

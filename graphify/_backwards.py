@@ -1,0 +1,175 @@
+"""Recording a backward: its graph, and how the gradients of a replay leave it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ._code import Executed
+from ._ends import Wanted
+from ._gate import Pulled, fitted
+from ._graph import Graph, Setting, plan_launch
+from ._inputs import StaticInputs
+from ._layout import family_key
+from ._results import ResultPlan
+from ._signature import TensorSpec
+from ._survey import Survey
+from ._trial import HostRandomness
+from ._undo import UndoLog
+from ._watch import Watch, watching
+from .backends.base import Recording
+from .errors import CaptureError
+
+__all__ = ["Backward", "Forward", "record_backward"]
+
+_TWICE = "Python runs when a backward is recorded; a replay repeats device work only"
+_FIX = "keep Python state out of backward hooks and of `backward` methods"
+
+
+class Forward(Protocol):
+    """The recorded forward whose backward is recorded."""
+
+    setting: Setting
+    device: torch.device
+    memory: Any
+    wanted: Wanted
+
+    def run(self, grads: Sequence[Any], given: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Run the backward for the outputs that have a gradient."""
+
+
+class Backward(NamedTuple):
+    """A recorded backward: a graph that gives the gradients of arguments and others, and access to the leaves'."""
+
+    graph: Graph
+    pulled: Callable[[tuple[Tensor, ...]], Pulled]
+
+
+def record_backward(
+    forward: Forward,
+    mask: Sequence[Any],
+    given: tuple[Tensor, ...],
+    specs: Sequence[Any],
+    generators: Sequence[torch.Generator],
+) -> Backward:
+    """Record the backward for these incoming gradients. Call inside the backend's scope.
+
+    Raises:
+        CaptureError: the run cannot be a graph; Python state and random streams are as before.
+    """
+    recorder = _BackwardRecorder(forward, mask, given, [TensorSpec(*spec) for spec in specs])
+    return recorder.backward(generators)
+
+
+class _BackwardRecorder:
+    """The state of one backward recording while it is made."""
+
+    def __init__(
+        self, forward: Forward, mask: Sequence[Any], given: tuple[Tensor, ...], specs: Sequence[TensorSpec]
+    ) -> None:
+        # Weak, because a backend that records the run itself keeps this recorder, and the forward keeps that.
+        self._forward, self.mask, self.setting = weakref.ref(forward), mask, forward.setting
+        self.inputs = StaticInputs(given, specs, forward.device, frozenset())
+        self.before: Survey | None = self._survey()
+        self.host = HostRandomness(forward.device)
+        self.undo = UndoLog()
+        log = self.undo if self.setting.backend.runs_live else None
+        self.watch = Watch(forward.device, given=self.inputs.tensors, strict=True, undo=log)
+
+    @property
+    def forward(self) -> Forward:
+        """Whose backward it is."""
+        forward = self._forward()
+        assert forward is not None, "a backward runs through its forward"
+        return forward
+
+    def backward(self, generators: Sequence[torch.Generator]) -> Backward:
+        """Capture, check and plan; leave no trace when that fails."""
+        backend, memory = self.setting.backend, self.forward.memory
+        streams = backend.rng_state(generators) if backend.runs_live else None
+        recording: Recording | None = None
+        try:
+            recording, (found, fitting) = backend.record(self._run, memory, generators)
+            return self._planned(Graph(self.setting, recording, memory), found, fitting)
+        except BaseException:
+            if recording is not None:
+                recording.close()
+            self._restore(streams)
+            raise
+        finally:
+            self.watch.undo = self.before = None
+
+    def _restore(self, streams: Any) -> None:
+        assert self.before is not None
+        self.undo.rollback()
+        self.before.restore()
+        self.host.restore()
+        if streams is not None:
+            self.setting.backend.set_rng_state(streams)
+
+    def _survey(self) -> Survey:
+        # Which code a backward runs is not known before: hooks, and `backward` methods, are found wherever they are.
+        return Survey([(self.setting.name, self.setting.target)], Executed(everything=True))
+
+    def _run(self) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+        """What is recorded: the gradients, and those of the leaves in the layout of `.grad`."""
+        if self.before is None:
+            found = self.forward.run(self.mask, self.inputs.tensors)
+            return found, self._fitting(found)
+        with watching(self.watch, self.setting.backend.listen):
+            found = self.forward.run(self.mask, self.inputs.tensors)
+        self._compare(self.before)
+        if any(g is not None and g.layout is not torch.strided for g in found):
+            raise CaptureError(
+                f"the backward of `{self.setting.name}` makes a sparse gradient",
+                why="a replay writes into memory of a fixed size",
+                fix="`sparse=False`, or call that layer outside",
+            )
+        return found, self._fitting(found)
+
+    def _fitting(self, found: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        wants = self.forward.wanted
+        with torch.no_grad():
+            return [*map(fitted, found[len(wants.arguments) :], wants.leaves)]
+
+    def _compare(self, before: Survey) -> None:
+        drawn, changes = self.host.drawn(), before.changes(self._survey())
+        what = [f"draws from {drawn}"] if drawn else [f"changes `{c.place.name}`" for c in changes]
+        if what:
+            raise CaptureError(f"the backward of `{self.setting.name}` {what[0]}", why=_TWICE, fix=_FIX)
+
+    def _planned(
+        self, graph: Graph, found: Sequence[Tensor | None], fitting: Sequence[Tensor | None]
+    ) -> Backward:
+        wants, statics = self.forward.wanted, self.inputs.tensors
+        at, end = len(wants.arguments), len(wants.arguments) + len(wants.leaves)
+        own = _Copies([*found[:at], *found[end:]], statics)
+        plan_launch(graph, self.setting, self.inputs, own.plan, lent=False)
+        graph.deliver = lambda tensors, fresh, values: own.make(tensors, fresh)
+        graph.mutated = [(i, t) for i, t in enumerate(statics) if family_key(t) in self.watch.written]
+        graph.kept = list(self.watch.outside.values())
+        taken = found[at:end]
+        leaves = _Copies(taken, statics)
+
+        def pulled(given: tuple[Tensor, ...]) -> Pulled:
+            return Pulled(fitting, lambda: leaves.make(given, [t.clone() for t in leaves.plan.copied]))
+
+        return Backward(graph, pulled)
+
+
+class _Copies:
+    """How gradients that may be missing are made from fresh copies."""
+
+    def __init__(self, grads: Sequence[Tensor | None], statics: Sequence[Tensor]) -> None:
+        self.plan = ResultPlan([g for g in grads if g is not None], statics, [])
+        self._maker = self.plan.maker(None)
+        self._present = [g is not None for g in grads]
+
+    def make(self, given: Sequence[Tensor], fresh: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """The gradients for these incoming ones."""
+        made = iter(self._maker(given, fresh))
+        return [next(made) if present else None for present in self._present]
