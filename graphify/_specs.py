@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ._ambient import dynamo_guard, function_modes
 
@@ -131,6 +132,8 @@ def _slow_matcher(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 def _reason(tensor: Tensor) -> str | None:
     cls = type(tensor)
+    if is_lazy(tensor):
+        return "it has no values yet: call its lazy module once before."
     if tensor.is_nested:
         return "it is a nested tensor. Pass its padded form, or its values and offsets."
     if cls not in _KINDS:

@@ -260,6 +260,13 @@ def test_a_quantised_tensor_is_refused() -> None:
     assert "it is quantised" in str(refusal(tensor))
 
 
+def test_a_lazy_parameter_is_refused() -> None:
+    """A parameter of a lazy module has not even a shape before the module's first call."""
+    reason = "it has no values yet: call its lazy module once before."
+
+    assert refusal(torch.nn.LazyLinear(2).weight) == refusal(torch.nn.UninitializedBuffer()) == reason
+
+
 # ---------------------------------------------------------------- shared memory
 
 
