@@ -31,6 +31,7 @@ from ._decorate import graphify as graphify, handle as handle
 from ._module import GraphedModule as GraphedModule
 from ._pool import GraphPool as GraphPool
 from ._wrapper import disabled as disabled
+from .buckets import Bucket as Bucket
 from .errors import (
     CaptureError as CaptureError,
     GraphifyError as GraphifyError,
@@ -42,6 +43,7 @@ from .errors import (
 )
 
 __all__ = [
+    "Bucket",
     "CaptureError",
     "GraphPool",
     "GraphedModule",

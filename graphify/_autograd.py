@@ -115,7 +115,12 @@ class Instance:
         """Tie the outputs of a call to this instance's backward."""
         turn = Turn(self, [kept.tensor._version for kept in self.checked])
         self._turn = weakref.ref(turn)
-        tied = turn.tie(sources, parts)
+        if torch.is_grad_enabled():
+            tied = turn.tie(sources, parts)
+        else:
+            # The function itself recorded gradients where its caller did not.
+            with torch.inference_mode(False), torch.enable_grad():
+                tied = turn.tie(sources, parts)
         self._attached += 1
         return tied
 

@@ -30,6 +30,8 @@ class Binder:
     names: tuple[str, ...]
     bind: Callable[..., tuple[Any, ...]]
     call: Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+    stars: str | None = None
+    """The one of `names` that takes further keywords."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def _any_call() -> Binder:
     def call(fn: Callable[..., Any], values: tuple[Any, ...]) -> Any:
         return fn(*values[0], **values[1])
 
-    return Binder(("args", "kwargs"), bind, call)
+    return Binder(("args", "kwargs"), bind, call, "kwargs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ def _binder(target: _Target) -> Binder:
         arguments.append(f"**v{len(arguments)}")
         values.append(parameters.stars)
         names.append(parameters.stars)
-    return Binder(tuple(names), _bind(target, parameters, values), _call(arguments))
+    return Binder(tuple(names), _bind(target, parameters, values), _call(arguments), parameters.stars)
 
 
 def _bind(target: _Target, parameters: _Parameters, values: list[str]) -> Callable[..., tuple[Any, ...]]:

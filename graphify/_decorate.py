@@ -26,7 +26,11 @@ from ._module import GraphedModule, runner_of, twin
 from ._wrapper import Options, Runner
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._padding import Pad
     from ._pool import GraphPool
+    from .buckets import Buckets
 
 __all__ = ["BoundMethod", "GraphedFunction", "WeakMethod", "graphify", "handle"]
 
@@ -37,10 +41,15 @@ R = TypeVar("R")
 
 
 class _Given(TypedDict, total=False):
+    buckets: Buckets
+    pad: Pad
+    check_padding: bool | Literal["outputs"]
+    static_args: Sequence[str]
     outputs: Literal["fresh", "static"]
     warmup: int
     fallback: Literal["raise", "eager"]
     max_graphs: int | None
+    max_bytes: int | None
     pool: GraphPool | None
     backend: Literal["auto", "cuda", "tape", "eager"]
 
@@ -76,10 +85,15 @@ def graphify(
     target: Any = None,
     /,
     *,
+    buckets: Buckets = None,
+    pad: Pad = None,
+    check_padding: bool | Literal["outputs"] = True,
+    static_args: Sequence[str] = (),
     outputs: Literal["fresh", "static"] = "fresh",
     warmup: int = 1,
     fallback: Literal["raise", "eager"] = "raise",
     max_graphs: int | None = 64,
+    max_bytes: int | None = None,
     pool: GraphPool | None = None,
     backend: Literal["auto", "cuda", "tape", "eager"] = "auto",
 ) -> Any:
@@ -99,11 +113,23 @@ def graphify(
             over the same state; an `nn.Module` class, whose `forward` is graphed per instance and which is
             returned itself. Left out, a decorator with these options is returned. Something graphed already
             is graphed anew: an independent wrapper of the same plain callable.
+        buckets: Sizes that calls are padded up to, so that many shapes share few graphs. A list of ints: dimension
+            0 of every tensor argument is one size. A mapping names dimensions, as `torch.export` does:
+            `{"tokens": {0: batch, 1: seq}}` with `batch = Bucket("batch", [1, 2, 4, 8])`. None: a graph per
+            exact shape. Results are cut to the call's own size.
+        pad: What stands in the padded part: a number, per argument (`{"slots": -1}`) or for all; None: what is
+            there; or a function of the buffer and its live shape that fills the rest. By default 0.
+        check_padding: Whether each bucket is run, without trace, at a call's exact size and with other padding,
+            before it is used: a result, gradient or outside tensor that padding changes is a `PaddingError`.
+            "outputs": outside tensors are not compared, as for a cache with a row that padding may write.
+        static_args: Names of tensor arguments that are read where they are and never copied (caches, workspaces);
+            their address is part of the signature.
         outputs: "fresh" results belong to the caller; "static" ones are the graph's own memory, valid until
             the next replay.
         warmup: Live eager calls per signature before it is captured, at least 1.
         fallback: "raise" when a call cannot be captured, or "eager": run it eagerly, counted and warned once.
         max_graphs: Signatures kept; the least recently used are dropped beyond. None: no limit.
+        max_bytes: Bytes of graph memory kept; the least recently used signatures are dropped beyond. None: no limit.
         pool: A `GraphPool` shared by wrappers that never replay at the same time.
         backend: "auto" (graphs on CUDA, plain calls on a CPU), "cuda", "tape" (emulates graphs on a CPU),
             "eager" (the whole path with the function itself as the recording).
@@ -119,7 +145,17 @@ def graphify(
         `instance.method.reset()` only.
     """
     options = Options(
-        outputs=outputs, warmup=warmup, fallback=fallback, max_graphs=max_graphs, pool=pool, backend=backend
+        buckets=buckets,
+        pad=pad,
+        check_padding=check_padding,
+        static_args=tuple(static_args) if isinstance(static_args, list) else static_args,  # type: ignore[arg-type]
+        outputs=outputs,
+        warmup=warmup,
+        fallback=fallback,
+        max_graphs=max_graphs,
+        max_bytes=max_bytes,
+        pool=pool,
+        backend=backend,
     )
     if target is None:
         return _decorator(options)

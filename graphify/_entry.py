@@ -51,6 +51,10 @@ class Entry:
         self.evictions = 0
         self.used = 0
         self.label = ""
+        self.proof: Any = None
+        """That padding changes nothing, where calls of several sizes share the graph."""
+        self.capacity: tuple[int, ...] = ()
+        self.addresses: tuple[tuple[int, int], ...] = ()
         self.opaque: list[weakref.ref[Any]] = []
         self.admits: Callable[[Sequence[Tensor]], bool] | None = None
         self.holds: Callable[[], bool] = _always
@@ -88,6 +92,11 @@ class Entry:
         """Take the values of host scalars among the arguments as part of the signature."""
         self.scalars = tuple((i, host_value(tensors[i])) for i in hosts)
         self.staged = frozenset()
+        self._watch_arguments()
+
+    def stay(self, tensors: Sequence[Tensor], leaves: Iterable[int]) -> None:
+        """Take the addresses of arguments that are never copied as part of the signature."""
+        self.addresses = tuple((i, tensors[i].data_ptr()) for i in leaves)
         self._watch_arguments()
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
@@ -131,13 +140,15 @@ class Entry:
         self.holds, self.guard = _never, None
 
     def _watch_arguments(self) -> None:
-        scalars = self.scalars
+        scalars, addresses = self.scalars, self.addresses
         conflicts = self.graph.conflicts if self.graph is not None else frozenset()
-        if not scalars and not conflicts:
+        if not scalars and not conflicts and not addresses:
             self.admits = None
             return
 
         def admits(tensors: Sequence[Tensor]) -> bool:
+            if any(tensors[i].data_ptr() != address for i, address in addresses):
+                return False
             if any(host_value(tensors[i]) != value for i, value in scalars):
                 return False
             return not conflicts or conflicts.isdisjoint(map(family_key, tensors))
@@ -152,6 +163,8 @@ class Table:
         self.tree, self.specs = tree, specs
         self.unpack = tree.unpack
         self.entries: dict[Any, list[Entry]] = {}
+        self.sized: dict[Any, Any] = {}
+        """What is known of calls of one exact size, where sizes are bucketed."""
 
     def add(self, entry: Entry) -> None:
         """Remember an entry under its key."""

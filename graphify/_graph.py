@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ._flats import Flats
 from ._inputs import StaticInputs
 from ._places import Place
 from ._pool import GraphPool
-from ._results import ResultPlan, lending
+from ._results import Attach, ResultPlan, lending
 from ._signature import TensorSpec
 from ._tree import Tree
 from ._whole_step import WholeStep
@@ -25,9 +26,10 @@ __all__ = [
     "Call",
     "Graph",
     "Order",
+    "Outcome",
     "Setting",
-    "deliver_one",
     "delivering",
+    "plan_delivery",
     "plan_launch",
     "stale_input",
 ]
@@ -52,8 +54,11 @@ class Order(NamedTuple):
     specs: Sequence[TensorSpec]
     device: torch.device
     staged: frozenset[int] = frozenset()
+    by_reference: frozenset[int] = frozenset()
     patterns: Any = None
     """What backwards of this signature share, where the warm-up's results needed gradients."""
+    capacity: Sequence[int] = ()
+    """Elements of each tensor at its largest bucket, where calls of several sizes share recordings."""
     numbers: Sequence[Place] | None = None
     """For a step with a backward or an optimizer inside: the optimizer's floats that change between calls."""
 
@@ -68,6 +73,9 @@ class Setting:
     backend: Backend
     pool: GraphPool
     static_outputs: bool
+    sized: bool = False
+    """Whether calls of several sizes share recordings."""
+    flats: Flats = field(default_factory=Flats)
     optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
     """Those that stepped in a run although no name leads to them."""
 
@@ -78,6 +86,16 @@ class Setting:
     def roots(self, call: Call) -> list[tuple[str, Any]]:
         """Where a survey of what the target can read begins."""
         return [(self.name, self.target), *call.opaque(), *self.optimizers]
+
+
+class Outcome(NamedTuple):
+    """What a recorded run returned and left behind: its tensors, and how they become the result of a call."""
+
+    tensors: Sequence[Tensor]
+    outside: Sequence[tuple[Tensor, Tensor]]
+    tree: Tree
+    consts: list[object]
+    hidden: list[Place]
 
 
 class Instance(Protocol):
@@ -108,6 +126,10 @@ class Graph:
         self.bumped: list[Tensor] = []
         self.instance: Instance | None = None
         self.step: WholeStep | None = None
+        self.outcome: Outcome | None = None
+        """Kept where calls of several sizes share the recording."""
+        self.fits: dict[Any, Graph] = {}
+        """The same recording for calls of smaller sizes."""
         self.unguarded: tuple[str, ...] = ()
         self.replays = 0
         self.seconds = 0.0
@@ -143,6 +165,11 @@ class Graph:
         """How much memory the recording made its own."""
         return self.recording.bytes
 
+    @property
+    def uses(self) -> int:
+        """Replays for calls of whatever size."""
+        return self.replays + sum(fit.replays for fit in self.fits.values())
+
     def busy(self) -> bool:
         """Whether the backward of the last replay may still come."""
         return self.instance is not None and self.instance.busy()
@@ -175,7 +202,7 @@ def plan_launch(
 ) -> None:
     """Plan how a graph takes its inputs and makes its copies, or lends its own memory instead."""
     copied = [] if lent else plan.copied
-    stage, launch = setting.backend.replayer(graph.recording, inputs.copies, copied)
+    stage, launch = setting.backend.replayer(graph.recording, inputs.copies, copied, shared=setting.sized)
     if lent and plan.copied:
         launch = lending(launch, plan.copied, setting.backend, setting.pool.retired)
     graph.inputs, graph.copied = inputs, plan.copied
@@ -194,6 +221,17 @@ Deliver = Callable[[Sequence[Tensor], Sequence[Tensor], tuple[Any, ...]], Any]
 def deliver_one(tensors: Sequence[Tensor], fresh: Sequence[Tensor], values: tuple[Any, ...]) -> Any:
     """The commonest result: one tensor of its own."""
     return fresh[0]
+
+
+def plan_delivery(
+    graph: Graph, plan: ResultPlan, outcome: Outcome, arguments: Tree, attach: Attach | None = None
+) -> None:
+    """Plan how a graph's copies become the result of a call."""
+    tree, consts, hidden = outcome.tree, outcome.consts, outcome.hidden
+    if tree.tensor_paths == ("output",) and not consts and not hidden and plan.in_order():
+        graph.deliver = deliver_one
+    else:
+        graph.deliver = delivering(plan.maker(attach), tree, consts, arguments, hidden)
 
 
 def delivering(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,18 +31,29 @@ class StaticInputs:
     Strides, sharing among leaves, conjugate bits and flags are the caller's. Leaves that share memory keep
     sharing it; these and expanded ones are filled by one copy of the range of memory they cover. A leaf on
     another device than the graph's is a host scalar: a value of the signature, which nothing refills,
-    unless it is `staged` into device memory.
+    unless it is `staged` into device memory. Leaves `by_reference` are the caller's tensors themselves.
+    `take` gives the memory of a leaf that stands alone and is dense in itself; None: any memory will do.
     """
 
     def __init__(
-        self, leaves: Sources, specs: Sequence[TensorSpec], device: torch.device, staged: frozenset[int]
+        self,
+        leaves: Sources,
+        specs: Sequence[TensorSpec],
+        device: torch.device,
+        staged: frozenset[int] = frozenset(),
+        *,
+        by_reference: frozenset[int] = frozenset(),
+        take: Callable[[int, Tensor], Tensor | None] | None = None,
     ) -> None:
+        self.by_reference, self._take = by_reference, take or _anywhere
         self.tensors: list[Tensor] = list(leaves)
         self.copies: list[Copy] = []
         self._ranges: list[Range] = []
         self._single: list[Copy] = []
         for family in _families(leaves):
             i = family[0]
+            if not by_reference.isdisjoint(family):
+                continue
             with torch.inference_mode(specs[i].inference), torch.no_grad():
                 if leaves[i].device.type != device.type:
                     self._allocate_scalar(leaves[i], i, device if i in staged else None)
@@ -59,7 +70,9 @@ class StaticInputs:
             self._single.append((self.tensors[index], index))
 
     def _allocate(self, leaf: Tensor, index: int) -> None:
-        static = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        static = self._take(index, leaf)
+        if static is None:
+            static = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
         # The same bits as the leaf's: a copy may move bytes without asking for their meaning.
         self.tensors[index] = with_bits(static, leaf)
         # No foreach copy takes such a bit.
@@ -91,6 +104,8 @@ class StaticInputs:
         made: dict[int, Tensor] = {}
         for i, spec in enumerate(specs):
             static = self.tensors[i]
+            if i in self.by_reference:
+                continue
             if id(static) not in made:
                 kind = spec.kind is nn.Parameter
                 made[id(static)] = nn.Parameter(static, spec.requires_grad) if kind else static
@@ -98,9 +113,10 @@ class StaticInputs:
                     made[id(static)].requires_grad_()
             self.tensors[i] = made[id(static)]
 
-    def filler(self) -> Callable[[Sources], None] | None:
-        """What fills everything that `copies` leaves out; None when there is nothing."""
-        ranges, single = self._ranges, self._single
+    def filler(self, without: Collection[int] = ()) -> Callable[[Sources], None] | None:
+        """What fills everything that `copies` leaves out, but for some leaves; None when there is nothing."""
+        ranges = [r for r in self._ranges if r.leaf not in without]
+        single = [(static, index) for static, index in self._single if index not in without]
         if not ranges and not single:
             return None
         inference = any(t.is_inference() for t in (*(r.flat for r in ranges), *(t for t, _ in single)))
@@ -115,6 +131,10 @@ class StaticInputs:
                     static.copy_(sources[index])
 
         return fill
+
+
+def _anywhere(index: int, leaf: Tensor) -> None:
+    """Any memory will do."""
 
 
 def _families(leaves: Sources) -> list[list[int]]:

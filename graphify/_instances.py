@@ -36,6 +36,11 @@ class Instances:
         return self._more(tensors, values)
 
     @property
+    def uses(self) -> int:
+        """Replays for calls of whatever size."""
+        return self.replays
+
+    @property
     def seconds(self) -> float:
         """What recording them took."""
         return sum(graph.seconds for graph in self._all())

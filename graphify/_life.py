@@ -29,6 +29,7 @@ from ._options import Options
 from ._record import NeedsGradError, has_gradients, record
 from ._results import TangledError
 from ._signature import TensorSpec, refusal, specs_of
+from ._specification import root_of
 from ._survey import Survey
 from ._tree import tensors_of, tree_of
 from ._trial import Snapshot, trial
@@ -119,6 +120,10 @@ class Life:
             entry.drop()
         return changed
 
+    def touch(self, entry: Entry) -> None:
+        """Note that a call used this entry."""
+        entry.used = next(self._clock)
+
     def _note_miss(self, entry: Entry) -> None:
         """Forget an entry whose tensors have moved: its graph would read memory that is no longer meant."""
         miss = entry.miss() if entry.guard is not None and not entry.holds() else None
@@ -129,7 +134,7 @@ class Life:
             self._count_value(("place", miss.name), miss.now, miss.name)
             return
         if entry.graph is not None:
-            idle = entry.graph.replays == 0
+            idle = entry.graph.uses == 0
             self._rebinds[miss.name] = self._rebinds[miss.name] + 1 if idle else 0
         self.forget(entry)
 
@@ -140,6 +145,7 @@ class Life:
         entry.label = _label(call)
         if hosts:
             self._expect(entry, call, hosts)
+        self._stay(entry, call)
         self._watch_opaque(entry, call)
         self._count_tokens(table, key)
         table.add(entry)
@@ -180,6 +186,26 @@ class Life:
         paths = ", ".join(f"`{entry.tree.tensor_paths[i]}`" for i in hosts)
         entry.label += f" ({paths} staged from the host: equal to rounding)"
 
+    def _stay(self, entry: Entry, call: Call) -> None:
+        """Arguments that are never copied are part of the signature by their address."""
+        static = self.options.static_args
+        leaves = [i for i, path in enumerate(call.tree.tensor_paths) if static and root_of(path) in static]
+        if not leaves or entry.refusal is not None:
+            return
+        entry.stay(call.tensors, leaves)
+        for i in leaves:
+            self._count_address(call.tree.tensor_paths[i], call.tensors[i])
+
+    def _count_address(self, path: str, tensor: Tensor) -> None:
+        seen = self._seen_values.setdefault(("address", path), set())
+        seen.add(tensor.data_ptr())
+        if len(seen) == _MANY_VALUES:
+            self.say(
+                f"addresses of {path}",
+                f"has seen `{path}` at {_MANY_VALUES} addresses, and has a graph for each: keep one tensor, or take"
+                " it out of `static_args`",
+            )
+
     def _watch_opaque(self, entry: Entry, call: Call) -> None:
         """An opaque argument is compared by identity: its entries die with it."""
         life, number = weakref.ref(self), id(entry)
@@ -209,10 +235,10 @@ class Life:
         if entry.refusal is None:
             entry.refusal = self._too_often(entry)
         if entry.refusal is not None:
-            return self._refuse(entry.refusal, call)
+            return self.refuse(entry.refusal, call)
         if entry.wait > 0:
             entry.wait -= 1
-            return self._eagerly("evicted", call)
+            return self.eagerly("evicted", call)
         with self.setting.pool.lock:
             if entry.graph is not None:
                 return entry.graph(call.tensors, call.values)
@@ -233,11 +259,12 @@ class Life:
                 )
         return None
 
-    def _refuse(self, refused: Refusal, call: Call) -> Any:
+    def refuse(self, refused: Refusal, call: Call) -> Any:
+        """Make the result of a call that is not captured, or raise why it cannot be."""
         if refused.error is not None and self.options.fallback == "raise":
             raise refused.error.with_traceback(None)
         self._say_refused(refused)
-        return self._eagerly(refused.reason, call)
+        return self.eagerly(refused.reason, call)
 
     def _say_refused(self, refused: Refusal) -> None:
         if refused.error is not None:
@@ -245,7 +272,8 @@ class Life:
         elif refused.advice:
             self.say(refused.reason, f"runs eagerly: {refused.advice}")
 
-    def _eagerly(self, reason: str, call: Call) -> Any:
+    def eagerly(self, reason: str, call: Call) -> Any:
+        """Make the result by the plain function."""
         result = self.setting.run(call.values)
         self.count_eager(reason)
         return result
@@ -266,8 +294,8 @@ class Life:
         """Run for real, on the capture stream, and learn what a capture would meet."""
         backend, before = self.setting.backend, None
         if self.options.fallback == "raise":
-            known = self._known_generators()
-            before = Snapshot(backend, entry.device_or_raise(), self._survey(call), known)
+            known = self.known_generators()
+            before = Snapshot(backend, entry.device_or_raise(), self.survey(call), known)
         watch = Watch(entry.device_or_raise(), undo=before.log if before is not None else None)
         # A run with autograd stays on the caller's stream: its nodes remember the stream for the backward.
         aside = not torch.is_grad_enabled()
@@ -276,23 +304,26 @@ class Life:
         backend.hand_over(tensors_of(result))
         self._learn(entry, call, watch, result, found)
         if entry.refusal is not None and entry.refusal.error is not None:
-            if before is not None:
+            if before is None:
+                self._say_refused(entry.refusal)
+            # Memory can be put back, a tensor's history cannot: then this call stands, and the next is refused.
+            elif not watch.renewed(call.tensors):
                 before.undo()
                 # The run is undone, and what it made is no part of the signature that is refused.
                 survey = Survey(self.setting.roots(call), self.executed)
                 entry.trust(Guard(survey, outside=(), written=set(), device=watch.device))
                 raise entry.refusal.error
-            self._say_refused(entry.refusal)
         self.counts["warmups"] += 1
         self._note_beside()
         return result
 
-    def _survey(self, call: Call) -> Survey:
+    def survey(self, call: Call) -> Survey:
         """What a run of this call may change; all that is in reach while nothing is known of its code."""
         known = self.executed if self.executed.codes else Executed(everything=True)
         return Survey([*self.setting.roots(call), ("arguments", list(call.values))], known)
 
-    def _known_generators(self) -> list[torch.Generator]:
+    def known_generators(self) -> list[torch.Generator]:
+        """Those that runs so far drew from."""
         return list(self.generators.values())
 
     def _learn(
@@ -305,14 +336,15 @@ class Life:
         entry.numbers = numbers_of(survey.optimizers)
         lifted = {place.id for place in self._numbers.lifted(entry.numbers)}
         entry.trust(Guard(survey, outside=(), written=lifted, device=watch.device))
-        offence = self._offence(watch, stepped)
+        offence = self.offence(watch, stepped)
         if offence is not None:
             entry.refusal = Refusal("uncapturable", offence)
         elif not watch.device_work and not call.tensors:
             entry.refusal = Refusal("cpu")
         else:
             entry.whole = watch.backward or bool(stepped)
-            if has_gradients(result):
+            self._learn_histories(entry, call, watch, survey)
+            if has_gradients(result, call.tensors):
                 self._learn_gradients(entry, call, watch)
 
     def _survey_with(self, call: Call, stepped: Sequence[Optimizer]) -> Survey:
@@ -324,13 +356,27 @@ class Life:
         self.setting.optimizers += [(type(optimizer).__name__, optimizer) for optimizer in unknown]
         return Survey(self.setting.roots(call), self.executed)
 
-    def _offence(self, watch: Watch, stepped: Sequence[Optimizer]) -> CaptureError | None:
+    def offence(self, watch: Watch, stepped: Sequence[Optimizer]) -> CaptureError | None:
         """Why a run like this one can never be captured, the clearest reason first."""
         refused = (refusal_of(optimizer, watch.device) for optimizer in stepped)
         found = refused_code(watch.executed) or next((e for e in refused if e is not None), None)
         if found is None and watch.offences and _ASKS not in self.executed.loads():
             found = watch.offences[0]
         return found
+
+    def _learn_histories(self, entry: Entry, call: Call, watch: Watch, survey: Survey) -> None:
+        """A replay changes memory only: a tensor that a call gives a history would have that of the capture."""
+        renewed = watch.renewed(())
+        names = {family_key(t): place.name for place, t in survey.tensors()}
+        names |= zip(map(family_key, call.tensors), call.tree.tensor_paths, strict=True)
+        if renewed:
+            name = names.get(family_key(renewed[0]), "a tensor from outside")
+            error = CaptureError(
+                f"`{name}` is written in place with something that needs gradients",
+                why="a graph repeats device work only, and the tensor would not get the history that it has in eager",
+                fix="write under `torch.no_grad()` or write `.detach()`, or return the new value",
+            )
+            entry.refusal = Refusal("uncapturable", error)
 
     def _learn_gradients(self, entry: Entry, call: Call, watch: Watch) -> None:
         """The results need gradients: a backward will be recorded, too."""
@@ -392,7 +438,7 @@ class Life:
             return self._once_more(entry, call)
         if entry.graph is None:
             assert entry.refusal is not None
-            return self._refuse(entry.refusal, call)
+            return self.refuse(entry.refusal, call)
         # A recording run that was real has read its inputs, and may have changed them.
         result = entry.graph(call.tensors, call.values, staged=entry.graph.recording.ran)
         entry.graph.replays = 0
@@ -404,7 +450,7 @@ class Life:
         entry.built += 1
         if entry.built > _RETRIES:
             entry.refusal = _GRAD
-            return self._refuse(_GRAD, call)
+            return self.refuse(_GRAD, call)
         return self._warm_up(entry, call)
 
     def _shrink(self) -> None:
@@ -451,8 +497,17 @@ class Life:
     def _recorded(self, entry: Entry, call: Call, undo: UndoLog | None) -> tuple[Graph, Guard]:
         specs = [TensorSpec(*spec) for spec in self.tables[entry.tree.spec].specs(call.tensors)]
         numbers = self._numbers.lifted(entry.numbers) if entry.whole else None
-        order = Order(call, specs, entry.device_or_raise(), entry.staged, entry.patterns, numbers)
-        return record(self.setting, order, self.executed, self._known_generators(), undo)
+        order = Order(
+            call,
+            specs,
+            entry.device_or_raise(),
+            entry.staged,
+            frozenset(i for i, _ in entry.addresses),
+            entry.patterns,
+            entry.capacity,
+            numbers,
+        )
+        return record(self.setting, order, self.executed, self.known_generators(), undo)
 
     def _more(self, entry: Entry) -> Callable[[tuple[Tensor, ...], tuple[Any, ...]], Any]:
         life, mine = weakref.ref(self), weakref.ref(entry)
@@ -477,7 +532,7 @@ class Life:
                 result = graph(call.tensors, call.values, staged=graph.recording.ran)
                 self.counts["captures"] += 1
                 return result
-        return self._eagerly("instances", call)
+        return self.eagerly("instances", call)
 
     def rehearse(self, entry: Entry, call: Call) -> None:
         """Record ahead of time: warm-ups and the capture leave no trace."""
@@ -485,7 +540,7 @@ class Life:
         for _ in range(self.options.warmup - entry.warmed):
             with (
                 backend.scope(device),
-                trial(backend, device, self._survey(call), self._known_generators()) as log,
+                trial(backend, device, self.survey(call), self.known_generators()) as log,
             ):
                 watch = Watch(device, undo=log)
                 with watching(watch, backend.listen), steps() as found:
@@ -494,7 +549,7 @@ class Life:
         if entry.refusal is not None:
             return
         try:
-            with trial(backend, device, self._survey(call), self._known_generators()) as log:
+            with trial(backend, device, self.survey(call), self.known_generators()) as log:
                 self._make_graph(entry, call, log)
         except NeedsGradError:
             entry.refusal = _GRAD
@@ -529,7 +584,7 @@ class Life:
         if entry in self.ready:
             self.ready.remove(entry)
         if entry.graph is not None:
-            self.retired_replays += entry.graph.replays
+            self.retired_replays += entry.graph.uses
 
     def _trim(self) -> None:
         """Forget the signatures that never came back, oldest first."""

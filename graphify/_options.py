@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from ._padding import Pad
 from ._pool import GraphPool
+from .buckets import Buckets
 
 __all__ = ["BACKENDS", "Options", "disabled", "switched_off"]
 
@@ -28,10 +30,15 @@ _DISABLED = os.environ.get("GRAPHIFY_DISABLE", "") not in ("", "0")
 class Options:
     """How a wrapper works; `graphify` says what each option means."""
 
+    buckets: Buckets = None
+    pad: Pad = None
+    check_padding: bool | Literal["outputs"] = True
+    static_args: tuple[str, ...] = ()
     outputs: Literal["fresh", "static"] = "fresh"
     warmup: int = 1
     fallback: Literal["raise", "eager"] = "raise"
     max_graphs: int | None = 64
+    max_bytes: int | None = None
     pool: GraphPool | None = None
     backend: Literal["auto", "cuda", "tape", "eager"] = "auto"
 
@@ -42,11 +49,27 @@ class Options:
         _count("warmup", self.warmup)
         if self.max_graphs is not None:
             _count("max_graphs", self.max_graphs)
+        if self.max_bytes is not None:
+            _count("max_bytes", self.max_bytes)
+        _one_of("check_padding", self.check_padding, (True, False, "outputs"))
+        object.__setattr__(self, "static_args", _names("static_args", self.static_args))
+        if self.buckets is None and self.pad is not None:
+            raise ValueError(
+                "pad is for padded sizes, and there are no buckets. Write buckets=..., or leave pad out."
+            )
         if self.pool is not None and not isinstance(self.pool, GraphPool):
             raise TypeError(f"pool must be a GraphPool or None, not {self.pool!r}")
 
 
-def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+def _names(name: str, given: object) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise TypeError(f"{name} must be a sequence of argument names, not a str. Write {name}=({given!r},).")
+    if not isinstance(given, Iterable) or not all(isinstance(each, str) for each in given):
+        raise TypeError(f"{name} must be a sequence of argument names, not {given!r}")
+    return tuple(given)
+
+
+def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
 

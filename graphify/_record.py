@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ from ._autograd import Instance
 from ._code import Executed, line_of
 from ._ends import Ends
 from ._grads import refused_arguments
-from ._graph import Argument, Graph, Order, Setting, deliver_one, delivering, plan_launch
+from ._graph import Argument, Graph, Order, Outcome, Setting, plan_delivery, plan_launch
 from ._guards import Guard, find_place, once
 from ._inputs import StaticInputs
 from ._layout import family_key, is_dense
@@ -44,9 +44,13 @@ class NeedsGradError(Exception):
     """The results of a run need gradients, which its warm-ups did not."""
 
 
-def has_gradients(result: Any) -> bool:
-    """Whether gradients are recorded and a result of a run needs them."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_of(result))
+def has_gradients(result: Any, given: Sequence[Tensor]) -> bool:
+    """Whether gradients were recorded, and a result of a run needs them; `given` are the arguments."""
+    found = tensors_of(result)
+    if torch.is_grad_enabled():
+        return any(t.requires_grad for t in found)
+    # The run itself can have recorded them all the same.
+    return any(t.grad_fn is not None and all(t is not own for own in given) for t in found)
 
 
 def record(
@@ -72,7 +76,13 @@ class _Recorder:
     """The state of one recording while it is made."""
 
     def __init__(self, setting: Setting, order: Order, known: Executed, undo: UndoLog | None) -> None:
-        call, specs, device, staged, self.patterns, numbers = order
+        call, specs, device, self.patterns, numbers = (
+            order.call,
+            order.specs,
+            order.device,
+            order.patterns,
+            order.numbers,
+        )
         self.setting, self.call, self.device, self.known = setting, call, device, known
         self.roots = setting.roots(call)
         self.before = Survey(self.roots, known)
@@ -83,7 +93,14 @@ class _Recorder:
             )  # they run where the backward does, on a thread of its own
             self.before = Survey(self.roots, known)
         self.host = HostRandomness(device)
-        self.inputs = StaticInputs(call.tensors, specs, device, staged)
+        self.inputs = StaticInputs(
+            call.tensors,
+            specs,
+            device,
+            order.staged,
+            by_reference=order.by_reference,
+            take=self._taking(order),
+        )
         self.layouts = [_metadata(t) for t in self.inputs.tensors]
         self.undo = undo or UndoLog()
         # Only a backend whose recording run is real needs the log: on a device a copy would be captured.
@@ -107,7 +124,13 @@ class _Recorder:
         # A tensor with a history of its own would let a backward go on behind it, to leaves that are reached anyway.
         cut = setting.backend.nodes_have_streams or any(not t.is_leaf for t in needing)
         self.stand_ins = StandIns(needing if cut else ())
-        self.start = torch._C._autograd._get_sequence_nr()
+
+    def _taking(self, order: Order) -> Callable[[int, Tensor], Tensor | None] | None:
+        """Where bucketed inputs lie: in memory that all buckets share, unless it must last until a backward."""
+        flats, capacity, paths = self.setting.flats, order.capacity, self.call.tree.tensor_paths
+        if not capacity or order.patterns is not None:
+            return None
+        return lambda i, leaf: flats.take(paths[i], leaf, capacity[i]) if capacity[i] else None
 
     def _needing(self) -> list[Tensor]:
         """The outside tensors that the run may take gradients of."""
@@ -208,7 +231,7 @@ class _Recorder:
         return Guard(self.before, outside=graph.kept, written=written, device=self.device)
 
     def _plan_step(self, graph: Graph, result: Any, hidden: list[Any]) -> None:
-        graded = has_gradients((result, hidden))
+        graded = has_gradients((result, hidden), self.inputs.tensors)
         if (graded and self.patterns is None) or (self.watch.backward and self.step is None):
             raise NeedsGradError
         if self.step is None:
@@ -315,7 +338,9 @@ class _Recorder:
     def _plan_arguments(self, graph: Graph) -> None:
         written, outside = self.watch.written, self.watch.outside
         statics = enumerate(self.inputs.tensors)
-        graph.mutated = [(i, t) for i, t in statics if family_key(t) in written]
+        mutated = [(i, t) for i, t in statics if family_key(t) in written]
+        graph.mutated = [(i, t) for i, t in mutated if i not in self.inputs.by_reference]
+        graph.bumped += [t for i, t in mutated if i in self.inputs.by_reference and not t.is_inference()]
         for path, static in zip(self.call.tree.tensor_paths, self.inputs.tensors, strict=True):
             if family_key(static) in self.watch.restrided and not is_dense(static):
                 raise CaptureError(
@@ -358,18 +383,18 @@ class _Recorder:
         lent = self.setting.static_outputs and not plan.primaries
         plan_launch(graph, self.setting, self.inputs, plan, lent=lent)
         consts = self._result_consts(tree, tree.consts(roots), after)
-        places = [change.place for change in self.hidden]
-        if tree.tensor_paths == ("output",) and not consts and not places and plan.in_order():
-            graph.deliver = deliver_one
-        else:
-            make = plan.maker(None if self.instance is None else self.instance.attach)
-            graph.deliver = delivering(make, tree, consts, self.call.tree, places)
+        outcome = Outcome(found[0], outside, tree, consts, [change.place for change in self.hidden])
+        plan_delivery(
+            graph, plan, outcome, self.call.tree, None if self.instance is None else self.instance.attach
+        )
+        if self.setting.sized and self.instance is None:
+            graph.outcome = outcome
 
     def _plan_backward(self, graph: Graph, plan: ResultPlan) -> None:
         """Everything that needs grad and is older than the run is an input of its backward."""
         assert self.patterns is not None
         outside, statics = self.watch.outside, self.inputs.tensors
-        met = [t for t in self.watch.history.values() if _born_before(t, self.start)]
+        met = [t for t in self.watch.history.values() if self.watch.is_older(t)]
         older = [*met, *(t for _, t in self.before.tensors())]
         ends = Ends(statics, self.stand_ins.real, older, self.watch.born)
         wants = ends.of((p.tensor for p in plan.primaries), self.device)
@@ -407,9 +432,3 @@ def _tokens(tree: Tree, values: tuple[Any, ...]) -> tuple[Hashable, ...]:
 
 def _metadata(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, family_key(tensor)
-
-
-def _born_before(tensor: Tensor, start: int) -> bool:
-    """Whether a tensor's history was made on this thread before this number in the sequence."""
-    node: Any = tensor.grad_fn
-    return node is not None and node._sequence_nr() < start

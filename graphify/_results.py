@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ._layout import family_key, first_byte, is_dense, span, view_of
+from ._layout import family_key, first_byte, is_dense, overlaps_itself, span, view_of
 from .backends.base import Backend, Loan
 
-__all__ = ["Attach", "Primary", "ResultPlan", "TangledError", "lending"]
+__all__ = ["Attach", "Copied", "Maker", "Primary", "ResultPlan", "TangledError", "lending"]
 
 T = TypeVar("T")
 Sources = Sequence[Tensor]
@@ -109,7 +109,7 @@ class ResultPlan:
         return (
             len(self.copied) == len(self._makers)
             and not any(r.requires_grad for r in self.copied)
-            and all(type(maker) is _Copied and maker.position == i for i, maker in enumerate(self._makers))
+            and all(type(maker) is Copied and maker.position == i for i, maker in enumerate(self._makers))
         )
 
     def maker(self, attach: Attach | None) -> Callable[[Sources, Sequence[Tensor]], Sequence[Tensor]]:
@@ -117,7 +117,7 @@ class ResultPlan:
         makers, primaries, copied = self._makers, self.primaries, self.copied
         first = [next(j for j, r in enumerate(self.results) if r is result) for result in self.results]
         leaves = [
-            r.requires_grad and r.grad_fn is None and isinstance(m, _Copied)
+            r.requires_grad and r.grad_fn is None and isinstance(m, Copied)
             for r, m in zip(self.results, makers, strict=True)
         ]
 
@@ -179,7 +179,7 @@ class ResultPlan:
             return lambda sources, fresh, tied: _view(tied[primary], result, byte)
         if self.copied[position] is result:
             mixed = len({r.is_inference() for r in self.results}) > 1
-            return _Recast(position, result.is_inference()) if mixed else _Copied(position)
+            return _Recast(position, result.is_inference()) if mixed else Copied(position)
         return lambda sources, fresh, tied: _view(fresh[position], result, byte)
 
     def _add_whole(self, family: list[Tensor]) -> _Whole:
@@ -227,6 +227,8 @@ def _base_among(result: Tensor, held: list[tuple[T, Tensor]]) -> tuple[T, Tensor
         return held[0]
     for i, tensor in held:
         base = result._base
+        if overlaps_itself(tensor):
+            continue  # the backward of a view by strides would spread over all elements that share memory
         if base is not None and (base is tensor or base is tensor._base) and result.dtype == tensor.dtype:
             return i, tensor
     raise TangledError
@@ -247,7 +249,7 @@ def _part(primary: Primary, copied: Sources, fresh: Sequence[Tensor]) -> Tensor:
     return _view(whole, primary.tensor, primary.byte).detach()
 
 
-class _Copied:
+class Copied:
     """A result that is a copy as it stands."""
 
     def __init__(self, position: int) -> None:
@@ -257,7 +259,7 @@ class _Copied:
         return fresh[self.position]
 
 
-class _Recast(_Copied):
+class _Recast(Copied):
     """A copy that must be made once more, in the inference mode of its result: the results are of both."""
 
     def __init__(self, position: int, inference: bool) -> None:

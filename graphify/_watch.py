@@ -66,6 +66,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.drew = False
         self._seeds: set[int] = set()
         self._task = current_backward()
+        self._start = torch._C._autograd._get_sequence_nr()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -130,6 +131,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "keep it on the device, or do this part outside the graphed function",
             )
         )
+
+    def is_older(self, tensor: Tensor) -> bool:
+        """Whether a tensor has a history that was made before the run, on this thread."""
+        node: Any = tensor.grad_fn
+        return node is not None and node._sequence_nr() < self._start
+
+    def renewed(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors from before the run that it gave a history, by writing into them with autograd."""
+        found = {id(t): t for t in (*arguments, *self.outside.values()) if family_key(t) in self.written}
+        return [t for t in found.values() if t.grad_fn is not None and not self.is_older(t)]
 
     def _note_inputs(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
         if current_backward() not in (-1, self._task):

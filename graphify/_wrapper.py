@@ -18,6 +18,7 @@ from ._life import Life
 from ._options import Options, disabled, switched_off
 from ._pool import GraphPool
 from ._signature import ambient_reader, inactive, matcher_of, overlap, same_ambient
+from ._sizes import Sizes, sizes_wanted
 from ._tree import tree_of
 from .backends import backend_for
 from .backends.base import Backend
@@ -39,6 +40,7 @@ class Runner:
         self._pool = options.pool or GraphPool()
         self._binder = binder_of(target)
         self._bind = self._binder.bind
+        self._wanted, self._fills = sizes_wanted(options, self._binder)
         self._ambient, self._same_ambient = _ambient_of(self._backend)
         self._start()
         _runners.add(self)
@@ -51,8 +53,10 @@ class Runner:
             backend=self._backend,
             pool=self._pool,
             static_outputs=self.options.outputs == "static",
+            sized=self._wanted is not None,
         )
         self._life = Life(setting, self.options, self._binder.names)
+        self._ways = self._life if self._wanted is None else Sizes(self._life, self._wanted, self._fills)
         self._table: Table = _NO_TABLE
         self._last: Entry = _NO_ENTRY
 
@@ -118,14 +122,14 @@ class Runner:
         """The way of a call whose signature is not the last one: by its whole key."""
         key = (self._ambient(), tokens, table.specs(tensors), overlap(tensors))
         with self._pool.lock:
-            entry = self._life.find(table, key, tensors, values)
+            entry = self._ways.find(table, key, tensors, values)
             if entry.graph is not None:
                 self._expect(entry, tensors)
             self._last = entry
         graph = entry.graph
         if graph is not None:
             return graph(tensors, values)
-        return self._life.advance(entry, Call(table.tree, values, tensors))
+        return self._ways.advance(entry, Call(table.tree, values, tensors))
 
     def _expect(self, entry: Entry, tensors: tuple[Tensor, ...]) -> None:
         """Make the quick tests by which the next call of this signature is known."""
@@ -139,7 +143,7 @@ class Runner:
     def stats(self) -> Stats:
         """Counts of calls by how their result was made; calls is their sum."""
         life, counts = self._life, self._life.counts
-        replays = life.retired_replays + sum(e.graph.replays for e in life.ready if e.graph is not None)
+        replays = life.retired_replays + sum(e.graph.uses for e in life.ready if e.graph is not None)
         made = {name: counts[name] for name in ("warmups", "captures", "eager", "errors")}
         return Stats(
             calls=replays + sum(made.values()),
@@ -157,7 +161,7 @@ class Runner:
         return tuple(
             GraphRecord(
                 signature=label,
-                replays=graph.replays,
+                replays=graph.uses,
                 nodes=graph.nodes,
                 bytes=graph.bytes,
                 seconds=graph.seconds,

@@ -36,11 +36,7 @@ class CaptureError(GraphifyError):
 
     def __init__(self, what: str, *, where: str | None = None, why: str = "", fix: str = "") -> None:
         self.what, self.where, self.why, self.fix = what, where, why, fix
-        lines = [what]
-        lines += [f"  where: {where}"] if where else []
-        lines += [f"  why:   {why}"] if why else []
-        lines += [f"  write: {fix}"] if fix else []
-        super().__init__("\n".join(lines))
+        super().__init__(_taught(what, where=where, why=why, write=fix))
 
 
 class InputError(GraphifyError, ValueError):
@@ -52,11 +48,19 @@ class StaleOutputError(GraphifyError):
 
 
 class PaddingError(GraphifyError):
-    """A function whose live rows depend on the rows that padding added."""
+    """A function for which padded rows change what is live: the message says what, why and what to write."""
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+        self.what, self.why, self.fix = what, why, fix
+        super().__init__(_taught(what, why=why, write=fix))
 
 
 class VerificationError(GraphifyError):
     """A replay whose result differed from the eager result."""
+
+
+def _taught(what: str, **lines: str | None) -> str:
+    return "\n".join([what, *(f"  {f'{name}:':<6} {text}" for name, text in lines.items() if text)])
 
 
 class GraphifyWarning(UserWarning):

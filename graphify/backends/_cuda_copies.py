@@ -16,7 +16,7 @@ from .._layout import is_dense
 from ._cuda_driver import CopyNode, add_copies, driver_found
 from .base import Copy, Replay
 
-__all__ = ["replay_with_copies"]
+__all__ = ["replay_between_copies", "replay_with_copies"]
 
 _MOST_NODES = 2
 
@@ -36,6 +36,11 @@ def replay_with_copies(graph: torch.cuda.CUDAGraph, copies: Sequence[Copy], resu
     stage = _stage_nodes(before, [i for _, i in copies]) if before else _stage_kernels(copies)
     launch = _launch_nodes(graph, after, results) if after else _launch_kernels(graph, results)
     return Replay(stage, launch)
+
+
+def replay_between_copies(graph: torch.cuda.CUDAGraph, copies: Sequence[Copy], results: Sources) -> Replay:
+    """Plan copies as kernels around an instantiated graph, which other plans may replay, too."""
+    return Replay(_stage_kernels(copies), _launch_kernels(graph, results))
 
 
 def _as_nodes(tensors: Sources) -> bool:

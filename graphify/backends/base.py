@@ -105,10 +105,13 @@ class Backend(Protocol):
     def order(self, pool: Any) -> None:
         """Make this thread's work wait for the pool's last replay, wherever that ran."""
 
-    def replayer(self, recording: Any, copies: Sequence[Copy], results: Sequence[Tensor]) -> Replay:
-        """Plan once how to fill these destinations, replay, and copy these dense tensors out fresh.
+    def replayer(
+        self, recording: Any, copies: Sequence[Copy], results: Sequence[Tensor], *, shared: bool = False
+    ) -> Replay:
+        """Plan once how to fill these destinations, replay, and copy these tensors out fresh and dense.
 
-        Sources have the shapes, dtypes and strides of their destinations: the signature has seen to that.
+        Sources have the shapes and dtypes of their destinations: the signature has seen to that. With `shared`
+        there may be other plans for the same recording; else there is one, and strides agree, too.
         """
 
     def lend(self, tensor: Tensor) -> Loan:

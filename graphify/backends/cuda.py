@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._layout import with_bits
 from ..errors import InputError
-from ._cuda_copies import replay_with_copies
+from ._cuda_copies import replay_between_copies, replay_with_copies
 from ._cuda_driver import count_nodes, private_stream
 from ._host_reads import listen
 from ._memory import holders
@@ -83,6 +83,14 @@ class CudaRecording:
         self.bytes = size
         self.ran, self.stream = False, torch.cuda.current_stream()
         self.replay: Callable[[], None] = graph.replay if nodes else _nothing
+        self._instantiated = False
+
+    def instantiate(self) -> None:
+        """Make it ready to launch, once."""
+        assert self.graph is not None
+        if not self._instantiated:
+            self.graph.instantiate()
+            self._instantiated = True
 
     def close(self) -> None:
         """Free the graph; closing twice is harmless."""
@@ -228,9 +236,19 @@ class CudaBackend:
                 current.wait_stream(pool.last_stream)
             pool.last_stream, pool.last_raw = current, raw
 
-    def replayer(self, recording: CudaRecording, copies: Sequence[Copy], results: Sequence[Tensor]) -> Replay:
-        """Copies as nodes of the graph where that is cheaper, else as kernels around it."""
+    def replayer(
+        self,
+        recording: CudaRecording,
+        copies: Sequence[Copy],
+        results: Sequence[Tensor],
+        *,
+        shared: bool = False,
+    ) -> Replay:
+        """Copies as nodes of the graph where that is cheaper and nobody else replays it, else as kernels around it."""
         assert recording.graph is not None
+        if shared:
+            recording.instantiate()
+            return replay_between_copies(recording.graph, copies, results)
         if not (recording.nodes or copies or results):
             return Replay(_take_nothing, tuple)
         return replay_with_copies(recording.graph, copies, results)

@@ -150,7 +150,9 @@ class EagerBackend:
     def order(self, pool: object) -> None:
         """Nothing to do: the work stays on the caller's stream."""
 
-    def replayer(self, recording: Recording, copies: Sequence[Copy], results: Sequence[Tensor]) -> Replay:
+    def replayer(
+        self, recording: Recording, copies: Sequence[Copy], results: Sequence[Tensor], *, shared: bool = False
+    ) -> Replay:
         """A `copy_` or a foreach copy per dtype, the replay, a clone each."""
         return copying(recording, copies, results)
 

@@ -190,7 +190,9 @@ class TapeBackend:
     def order(self, pool: TapePool) -> None:
         """Nothing to do: replays run in the calling thread."""
 
-    def replayer(self, recording: Recording, copies: Sequence[Copy], results: Sequence[Tensor]) -> Replay:
+    def replayer(
+        self, recording: Recording, copies: Sequence[Copy], results: Sequence[Tensor], *, shared: bool = False
+    ) -> Replay:
         """A `copy_` or a foreach copy per dtype, the replay, a clone each."""
         return copying(recording, copies, results)
 

@@ -1,0 +1,142 @@
+"""Padding: the tensors of a call inside tensors of a bucket's shape, and what stands behind the live part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ._axes import Axes
+from ._layout import is_dense
+from ._specification import root_of, same_path
+
+__all__ = ["Fill", "Fills", "Fit", "Pad", "dense_strides"]
+
+Fill: TypeAlias = "bool | int | float | complex | Callable[[Tensor, tuple[int, ...]], object] | None"
+"""A value; None: whatever is there; or a function that fills a buffer outside its live shape."""
+
+Pad: TypeAlias = "Fill | Mapping[str, Fill]"
+"""What the option `pad` may be."""
+
+_FORM = 'pad={"slots": -1}'
+
+
+class Fills:
+    """The option `pad`: one fill for all arguments, or one each; 0 where it says nothing.
+
+    Raises:
+        TypeError, ValueError: what is wrong at which argument, and the right form.
+    """
+
+    def __init__(self, pad: Any, names: Sequence[str], *, stars: str | None = None) -> None:
+        self._each: dict[str, Any] = {}
+        self._all = 0 if pad is None or isinstance(pad, Mapping) else _checked("pad", pad)
+        if isinstance(pad, Mapping):
+            for key, fill in pad.items():
+                self._each[_path(key, names, stars)] = _checked(f"pad[{key!r}]", fill)
+        self.explicit = pad is not None and not isinstance(pad, Mapping)
+
+    def of(self, path: str) -> tuple[Any, bool]:
+        """The fill of a leaf, by the longest path that leads to it, and whether the user chose it."""
+        whole = same_path(path)
+        found = [
+            key for key in self._each if whole.startswith(key) and whole[len(key) :][:1] in ("", "[", ".")
+        ]
+        if found:
+            return self._each[max(found, key=len)], True
+        return self._all, self.explicit
+
+
+def _path(key: object, names: Sequence[str], stars: str | None) -> str:
+    known = ", ".join(names) or "none"
+    if not isinstance(key, str):
+        raise TypeError(f"pad: keys must be names of arguments ({known}), not {key!r}. Write {_FORM}.")
+    root = root_of(key)
+    if root not in names:
+        if stars is None:
+            raise ValueError(
+                f"pad: there is no argument `{root}`; the arguments are: {known}. Write {_FORM}."
+            )
+        key = f"{stars}[{root!r}]{key[len(root) :]}"
+    return same_path(key)
+
+
+def _checked(what: str, fill: object) -> Any:
+    if fill is None or isinstance(fill, (bool, int, float, complex)) or callable(fill):
+        return fill
+    raise TypeError(
+        f"{what} must be a number, None (keep what is there) or a function of a buffer and its live shape,"
+        f" not {fill!r}. Write {_FORM}."
+    )
+
+
+def dense_strides(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor of another shape whose dimensions lie in this one's order."""
+    order = list(range(tensor.dim()))
+    if not tensor.is_contiguous() and 0 not in tensor.stride():
+        order.sort(key=tensor.stride, reverse=True)
+    strides, step = [0] * tensor.dim(), 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * max(1, shape[dim])
+    return tuple(strides)
+
+
+class Fit(NamedTuple):
+    """How calls of one size lie in their bucket: live and full size per axis, and the dimensions of each leaf."""
+
+    axes: Axes
+    live: tuple[int, ...]
+    full: tuple[int, ...]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing is padded."""
+        return self.live == self.full
+
+    def dims(self) -> dict[int, list[tuple[int, int]]]:
+        """The bucketed dimensions of each leaf that has some, each with its axis."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for axis, places in enumerate(self.axes.places):
+            for leaf, dim in places:
+                found.setdefault(leaf, []).append((dim, axis))
+        return found
+
+    def padded(self, tensors: Sequence[Tensor], fills: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The tensors of a call inside new ones of the bucket's shape; gradients flow back to the live part."""
+        shapes, made = self.axes.padded_shapes([t.shape for t in tensors], self.full), dict[int, Tensor]()
+        for leaf in self.dims():
+            tensor = tensors[leaf]
+            if id(tensor) not in made:
+                whole = tensor.shape == shapes[leaf] and _is_plain(tensor)
+                made[id(tensor)] = tensor if whole else _padded(tensor, shapes[leaf], fills[leaf])
+        return tuple(made.get(id(t), t) if leaf in self.dims() else t for leaf, t in enumerate(tensors))
+
+    def lives(self, leaf: int, tensor: Tensor) -> Tensor:
+        """The live part of a leaf of the bucket's shape."""
+        for dim, axis in self.dims().get(leaf, ()):
+            tensor = tensor.narrow(dim, 0, self.live[axis])
+        return tensor
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a bucket's own tensor would have the same form."""
+    return type(tensor) is Tensor and is_dense(tensor) and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _padded(tensor: Tensor, shape: Sequence[int], fill: Any) -> Tensor:
+    with torch.inference_mode(tensor.is_inference()):
+        with torch.no_grad():
+            strides = dense_strides(tensor, shape)
+            padded = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+            padded.zero_() if fill is None or callable(fill) else padded.fill_(fill)
+        live = padded
+        for dim, size in enumerate(tensor.shape):
+            live = live.narrow(dim, 0, size)
+        live.copy_(tensor)
+        if callable(fill):
+            with torch.no_grad():
+                fill(padded.detach() if padded.requires_grad else padded, tuple(tensor.shape))
+    # Without grad mode nothing connects the two, but code may ask.
+    return padded.requires_grad_() if tensor.requires_grad and not padded.requires_grad else padded

@@ -1,0 +1,286 @@
+"""Proofs that padding changes nothing: a bucket's run beside one at the exact size and one with other padding.
+
+Each run is a trial and leaves no trace. Memory above 256 MiB that a run writes is neither put back nor compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._autograd import unhooked
+from ._cuts import Learner
+from ._graph import Call
+from ._layout import family_key
+from ._life import Life
+from ._nearness import unlike
+from ._optimizers import steps
+from ._padding import Fit
+from ._survey import Survey
+from ._tree import Tree, tree_of
+from ._trial import trial
+from ._undo import UndoLog
+from ._watch import Watch, watching
+from .errors import PaddingError
+
+__all__ = ["Proof", "prove"]
+
+_FIX = "mask the padded rows, give `pad=` a value that they ignore, or take this dimension out of `buckets`"
+_SIZE = "padding adds rows: a size that is used as a number is the bucket's, and each padded row takes part"
+
+Cutter = Callable[[list[Tensor]], list[Tensor]]
+
+
+class Proof(NamedTuple):
+    """What the runs of one bucket taught."""
+
+    tree: Tree
+    """Of the result."""
+    cuts: tuple[Learner, ...]
+    """One per tensor of the result."""
+    touched: frozenset[int]
+    """Outside memory that the function uses, when it writes any of it."""
+    said: str
+    """Why something was not compared; empty when all was."""
+
+
+class _Run(NamedTuple):
+    """What one trial run left, copied before it was undone."""
+
+    tree: Tree
+    tokens: tuple[Any, ...]
+    shapes: list[tuple[int, ...]]
+    results: list[Tensor]
+    state: dict[str, Tensor]
+    arguments: list[Tensor]
+    grads: dict[str, Tensor]
+    watch: Watch
+    skipped: list[Tensor]
+
+
+def prove(
+    life: Life,
+    device: torch.device,
+    call: Call,
+    fit: Fit,
+    fills: Sequence[tuple[Any, bool]],
+    *,
+    check: bool | str,
+) -> Proof:
+    """Run a call at its exact size and padded in two ways, compare, and learn how results are cut.
+
+    `fills` has the fill of each leaf, and whether the user chose it: then the second padding has it, too.
+
+    Raises:
+        CaptureError: the function can never be captured.
+        PaddingError: what differs, with the smallest difference.
+    """
+    prover = _Prover(life, device, call, fit, state=check is True)
+    exact = prover.exact()
+    padded = prover.padded([fill for fill, _ in fills])
+    why = _uncompared(exact, check)
+    if not why:
+        prover.compare(exact, padded, rounding=True)
+        if not all(chosen for leaf, (_, chosen) in enumerate(fills) if leaf in fit.dims()):
+            other = prover.padded([fill if chosen else _from_batch for fill, chosen in fills])
+            prover.compare(padded, other, rounding=False)
+    outside = exact.watch.outside.keys()
+    touched = frozenset(outside) if exact.watch.written & outside else frozenset()
+    if not why and exact.skipped:
+        why = f"{len(exact.skipped)} tensors above 256 MiB that it writes are not compared"
+    return Proof(exact.tree, tuple(prover.cuts), touched, why)
+
+
+def _uncompared(exact: _Run, check: bool | str) -> str:
+    if not check:
+        return "check_padding=False"
+    return "it draws random numbers" if exact.watch.drew else ""
+
+
+def _from_batch(buffer: Tensor, live: tuple[int, ...]) -> None:
+    """Other padding of a kind that is sure to be legal: rows of the call itself, the last first."""
+    for dim, size in enumerate(live):
+        if behind := buffer.shape[dim] - size:
+            rows = (-1 - torch.arange(behind, device=buffer.device)) % size
+            buffer.narrow(dim, size, behind).copy_(buffer.index_select(dim, rows))
+
+
+class _Prover:
+    """The runs of one call, one after the other."""
+
+    def __init__(self, life: Life, device: torch.device, call: Call, fit: Fit, *, state: bool) -> None:
+        self.state = state
+        self.life, self.device, self.call, self.fit = life, device, call, fit
+        self.cuts: list[Learner] = []
+        self._exact: list[Tensor] = []
+
+    def exact(self) -> _Run:
+        """The run that eager makes."""
+        run = self._run(self._own(self.call.tensors), lambda results: results)
+        found = self.life.offence(run.watch, ())
+        if found is not None:
+            raise found
+        self._exact, self._strides = run.results, [t.stride() for t in run.results]
+        self.cuts = [Learner() for _ in run.results]
+        for learner, shape in zip(self.cuts, run.shapes, strict=True):
+            learner.note(self.fit.live, shape)
+        return run
+
+    def padded(self, fills: Sequence[Any]) -> _Run:
+        """A run of the bucket's size, its results cut."""
+        tensors = self._own(self.fit.padded([t.detach() for t in self.call.tensors], fills))
+        try:
+            return self._run(tensors, self._cut)
+        except PaddingError:
+            raise
+        except Exception as error:
+            if self.life.setting.backend.is_oom(error):
+                raise
+            raise self._error(f"raises {error!r} when padded", "it runs at its exact size") from error
+
+    def _own(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Copies that a run may write and take gradients of; one tensor given twice stays one."""
+        made: dict[int, Tensor] = {}
+        for mine, tensor in zip(self.call.tensors, tensors, strict=True):
+            with torch.inference_mode(mine.is_inference()):
+                copied = tensor.detach().clone()
+            made.setdefault(id(tensor), copied.requires_grad_() if mine.requires_grad else copied)
+        return tuple(made[id(t)] for t in tensors)
+
+    def _cut(self, results: list[Tensor]) -> list[Tensor]:
+        """Cut the results of a padded run; the first one shows which way of several is right."""
+        fit = self.fit
+        if len(results) != len(self.cuts):
+            raise self._error(f"returns {len(results)} tensors, not {len(self.cuts)}, when padded", _SIZE)
+        cut: list[Tensor] = []
+        for learner, result, expected in zip(self.cuts, results, self._exact, strict=True):
+            if result.dim() != expected.dim():
+                raise self._error("returns tensors of other dimensions when padded", _SIZE)
+            learner.note(fit.full, result.shape)
+            ways = [c for c in learner.candidates() if c.shape_at(fit.live) == tuple(expected.shape)]
+            cuts = [(way, way(result, fit.live, fit.full)) for way in ways]
+            near = [way for way, live in cuts if unlike(expected, live.detach(), rounding=True) is None]
+            same = result.stride() == self._strides[len(cut)]
+            learner.choose(near or ways or learner.candidates(), keeps_strides=same)
+            cut.append((near or ways)[0](result, fit.live, fit.full))
+        return cut
+
+    def _run(self, tensors: tuple[Tensor, ...], cut: Cutter) -> _Run:
+        life, backend = self.life, self.life.setting.backend
+        call = Call(self.call.tree, self.call.tree.rebuild(tensors, self.call.consts), tensors)
+        survey = life.survey(call)
+        with (
+            backend.scope(self.device, aside=not torch.is_grad_enabled()),
+            trial(backend, self.device, survey, life.known_generators()) as log,
+        ):
+            watch = Watch(self.device, given=tensors, undo=log)
+            with watching(watch, backend.listen), steps():
+                result = life.setting.run(call.values)
+            run = self._taken(result, watch, log, survey, call, cut)
+        backend.hand_over([*run.results, *run.state.values(), *run.arguments, *run.grads.values()])
+        return run
+
+    def _taken(
+        self, result: Any, watch: Watch, log: UndoLog, survey: Survey, call: Call, cut: Cutter
+    ) -> _Run:
+        """Copy what a run left while it is still there."""
+        roots = (result,)
+        tree = tree_of(roots, ["output"])
+        found = tree.unpack(roots)
+        assert found is not None, "a value has the structure that was read off it"
+        live = cut(list(found[0]))
+        names = {family_key(t): f"`{place.name}`" for place, t in survey.tensors()}
+        state = _written(watch, log.skipped, names) | self._rebound(survey, call)
+        grads = {} if watch.backward else self._gradients(live, watch.outside, call, names)
+        arguments = [self.fit.lives(i, t.detach()).clone() for i, t in enumerate(call.tensors)]
+        shapes = [tuple(t.shape) for t in found[0]]
+        results = [t.detach().clone() for t in live]
+        return _Run(tree, found[1], shapes, results, state, arguments, grads, watch, log.skipped)
+
+    def _rebound(self, survey: Survey, call: Call) -> dict[str, Tensor]:
+        """The tensors that the run left in Python's hands: attributes, and gradients of parameters."""
+        changes = survey.changes(self.life.survey(call))
+        left = {f"`{c.place.name}`": c.after for c in changes if isinstance(c.after, Tensor)}
+        for place, leaf in survey.tensors():
+            if leaf.is_leaf and leaf.requires_grad and leaf.grad is not None:
+                left[f"`{place.name}.grad`"] = leaf.grad
+        return {name: tensor.detach().clone() for name, tensor in left.items()}
+
+    def _gradients(
+        self, live: Sequence[Tensor], outside: dict[int, Tensor], call: Call, names: dict[int, str]
+    ) -> dict[str, Tensor]:
+        """Gradients of a weighted sum of the live results."""
+        graded = [r for r in live if r.requires_grad] if torch.is_grad_enabled() else []
+        if not graded:
+            return {}
+        found: dict[str, tuple[int, Tensor]] = {}
+        for leaf, (path, tensor) in enumerate(zip(call.tree.tensor_paths, call.tensors, strict=True)):
+            if tensor.requires_grad:
+                found[f"`{path}`"] = (leaf, tensor)
+        for key, tensor in outside.items():
+            if tensor.requires_grad:
+                found[names.get(key, f"a tensor {tuple(tensor.shape)} from outside")] = (-1, tensor)
+        wanted, weights = [t for _, t in found.values()], [_weights(r) for r in graded]
+        with unhooked(wanted):
+            grads: Sequence[Tensor | None] = torch.autograd.grad(graded, wanted, weights, allow_unused=True)
+        return {
+            f"the gradient of {name}": self.fit.lives(leaf, g).clone()
+            for (name, (leaf, _)), g in zip(found.items(), grads, strict=True)
+            if g is not None
+        }
+
+    def compare(self, expected: _Run, found: _Run, *, rounding: bool) -> None:
+        """Raise for the first thing that differs between two runs."""
+        if expected.tree != found.tree or expected.tokens != found.tokens:
+            raise self._error("returns other values, not tensors, when padded", _SIZE)
+        paths = [f"`{path}`" for path in expected.tree.tensor_paths]
+        arguments = [f"argument `{path}`" for path in self.call.tree.tensor_paths]
+        for names, left, right in (
+            (paths, expected.results, found.results),
+            (arguments, expected.arguments, found.arguments),
+        ):
+            self._compare_all(
+                dict(zip(names, left, strict=True)), dict(zip(names, right, strict=True)), rounding
+            )
+        if self.state:
+            self._compare_all(expected.state, found.state, rounding)
+        self._compare_all(expected.grads, found.grads, rounding)
+
+    def _compare_all(self, expected: dict[str, Tensor], found: dict[str, Tensor], rounding: bool) -> None:
+        for name in {**expected, **found}:
+            if name not in expected or name not in found:
+                raise self._error(f"{name} is written in one run only", _SIZE)
+            what = unlike(expected[name], found[name], rounding=rounding)
+            if what is not None:
+                with_what = "the padding" if rounding else "what the padding holds"
+                raise self._error(f"{name} depends on {with_what}: {what}", _SIZE)
+
+    def _error(self, what: str, why: str) -> PaddingError:
+        sizes = [
+            f"{bucket.name} {live} in {full}"
+            for bucket, live, full in zip(self.fit.axes.buckets, self.fit.live, self.fit.full, strict=True)
+        ]
+        return PaddingError(f"`{self.life.setting.name}`, {', '.join(sizes)}: {what}", why=why, fix=_FIX)
+
+
+def _written(watch: Watch, skipped: Sequence[Tensor], names: dict[int, str]) -> dict[str, Tensor]:
+    """The outside memory that a run wrote, as it left it: whole storages, since rows behind a view count."""
+    big = {family_key(t) for t in skipped}
+    found = {}
+    for key, tensor in watch.outside.items():
+        if key in watch.written and key not in big:
+            storage = tensor.untyped_storage()
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            with torch.no_grad():
+                whole.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+            found[names.get(key, f"a tensor {tuple(tensor.shape)} from outside")] = whole.clone()
+    return found
+
+
+def _weights(result: Tensor) -> Tensor:
+    """Incoming gradients that differ from element to element."""
+    numbers = torch.arange(1, result.numel() + 1, device=result.device, dtype=torch.float32).cos()
+    return numbers.reshape(result.shape).to(result.dtype)

@@ -1,0 +1,259 @@
+"""Calls of many sizes over the graphs of few: each size finds its bucket, is padded, proved, and cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ._axes import Axes
+from ._binding import Binder
+from ._cuts import Cut, Learner
+from ._entry import Entry, Refusal, Table
+from ._fitted import Padded, fitted, through_padding
+from ._graph import Call, Graph
+from ._layout import family_key
+from ._life import Life
+from ._options import Options
+from ._padding import Fills, Fit
+from ._proofs import prove
+from ._signature import overlap
+from ._specification import Specification, specification
+from ._tree import tensors_of
+from .errors import CaptureError, InputError, PaddingError
+
+__all__ = ["Sized", "Sizes", "sizes_wanted"]
+
+_MANY = 4096
+
+
+def sizes_wanted(options: Options, binder: Binder) -> tuple[Specification | None, Fills]:
+    """The options that speak of sizes, checked against the arguments.
+
+    Raises:
+        TypeError, ValueError: what is wrong at which argument, and the right form.
+    """
+    for name in options.static_args:
+        if name not in binder.names and binder.stars is None:
+            known = ", ".join(binder.names) or "none"
+            raise ValueError(f"static_args: there is no argument `{name}`; the arguments are: {known}.")
+    wanted = specification(options.buckets, binder.names, stars=binder.stars, static=options.static_args)
+    return wanted, Fills(options.pad, binder.names, stars=binder.stars)
+
+
+class Sized(Entry):
+    """What is known of calls of one exact size."""
+
+    def __init__(self, table: Table, key: Any, fit: Fit, fills: Sequence[tuple[Any, bool]]) -> None:
+        super().__init__(table.tree, key, None)
+        self.table, self.fit, self.choices = table, fit, fills
+        self.fills = [fill for fill, _ in fills]
+        self.bucket: Entry | None = None
+
+    def follow(self, bucket: Entry, graph: Any) -> None:
+        """Use this graph for as long as the bucket does and its guard holds."""
+        whole, holds = bucket.graph, bucket.holds
+        self.bucket, self.graph, self.admits = bucket, graph, bucket.admits
+        self.holds = lambda: bucket.graph is whole and holds()
+
+
+class Sizes:
+    """All calls of one wrapper whose sizes are bucketed."""
+
+    def __init__(self, life: Life, wanted: Specification, fills: Fills) -> None:
+        self.life, self.wanted, self.fills = life, wanted, fills
+        self._axes: dict[Any, Axes] = {}
+        self._learners: dict[Any, tuple[Learner, ...]] = {}
+
+    # -- finding
+
+    def find(self, table: Table, key: Any, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Entry:
+        """The entry of this exact size; that of the signature itself where nothing is bucketed."""
+        entry: Sized | None = table.sized.get(key)
+        if entry is None:
+            made = self._new(table, key, tensors)
+            if made is None:
+                return self.life.find(table, key, tensors, values)
+            entry = made
+        if entry.graph is not None and not (
+            entry.holds() and (entry.admits is None or entry.admits(tensors))
+        ):
+            entry.drop()
+        if entry.bucket is not None:
+            self.life.touch(entry.bucket)
+        return entry
+
+    def axes_of(self, table: Table, tensors: Sequence[Tensor]) -> Axes:
+        """The bucketed sizes of calls like this one."""
+        ranks = tuple(t.dim() for t in tensors)
+        key = (table.tree, ranks)
+        if key not in self._axes:
+            self._axes[key] = self.wanted.axes_of(table.tree.tensor_paths, ranks)
+        return self._axes[key]
+
+    def _new(self, table: Table, key: Any, tensors: Sequence[Tensor]) -> Sized | None:
+        axes = self.axes_of(table, tensors)
+        if not axes.buckets:
+            return None
+        live = axes.sizes([t.shape for t in tensors])
+        full = axes.fit(live)
+        entry = Sized(table, key, Fit(axes, live, full or live), self.choices(table))
+        if full is None:
+            entry.refusal = Refusal("above", advice=f"{axes.above(live)}: add a larger size to `buckets`")
+        elif 0 in live:
+            entry.refusal = Refusal("empty")
+        elif (shared := self._shared(table, entry.fit, key[3])) is not None:
+            entry.refusal = Refusal("input", shared)
+        if len(table.sized) >= _MANY:
+            table.sized.clear()
+        table.sized[key] = entry
+        return entry
+
+    def choices(self, table: Table) -> list[tuple[Any, bool]]:
+        """The fill of each tensor, and whether the user chose it."""
+        return [self.fills.of(path) for path in table.tree.tensor_paths]
+
+    def _shared(self, table: Table, fit: Fit, groups: Any) -> InputError | None:
+        """Tensors that share memory would be padded apart; one tensor given twice is padded once."""
+        for group in groups or ():
+            places = [shared.place for shared in group]
+            if len({shared.first for shared in group}) > 1 and not fit.dims().keys().isdisjoint(places):
+                names = " and ".join(f"`{table.tree.tensor_paths[place]}`" for place in places)
+                return InputError(
+                    f"{names} share memory, and padding would part them. Pass clones, or leave them out of `buckets`."
+                )
+        return None
+
+    # -- advancing
+
+    def advance(self, entry: Entry, call: Call) -> Any:
+        """Make this call's result by the way that brings its bucket nearer to a graph."""
+        if not isinstance(entry, Sized):
+            return self.life.advance(entry, call)
+        if entry.refusal is not None:
+            return self.life.refuse(entry.refusal, call)
+        with self.life.setting.pool.lock:
+            bucket = self.bucket_of(entry, call)
+            if bucket.refusal is None:
+                self._learn(entry, bucket, call)
+            if bucket.refusal is not None:
+                return self.life.refuse(bucket.refusal, call)
+            conflict = self._conflict(bucket, call)
+            if conflict is not None:
+                return self.life.refuse(conflict, call)
+            if bucket.wait > 0:
+                bucket.wait -= 1
+                return self.life.eagerly("evicted", call)
+            cuts = None if entry.fit.is_full else self._cuts(entry, bucket)
+            if cuts is None and not entry.fit.is_full:
+                return self._taught(entry, bucket, call)
+            return self._through(entry, bucket, cuts, call)
+
+    def bucket_of(self, entry: Sized, call: Call) -> Entry:
+        """The entry of the bucket's own size."""
+        padded = entry.fit.padded(call.tensors, entry.fills)
+        _, tokens, _, _ = entry.key
+        key = (entry.key[0], tokens, entry.table.specs(padded), overlap(padded))
+        bucket = self.life.find(entry.table, key, padded, call.tree.rebuild(padded, call.consts))
+        bucket.capacity = self._capacity(entry, call.tensors)
+        return bucket
+
+    def _capacity(self, entry: Sized, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        axes = entry.fit.axes
+        largest = axes.padded_shapes([t.shape for t in tensors], [bucket.largest for bucket in axes.buckets])
+        dims = entry.fit.dims()
+        return tuple(math.prod(shape) if leaf in dims else 0 for leaf, shape in enumerate(largest))
+
+    def _through(self, entry: Sized, bucket: Entry, cuts: Sequence[Cut] | None, call: Call) -> Any:
+        graph = bucket.graph
+        if graph is not None:
+            self._fit(entry, bucket, cuts)
+            assert entry.graph is not None
+            return entry.graph(call.tensors, call.values)
+
+        def run(tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Any:
+            return self.life.advance(bucket, Call(call.tree, values, tensors))
+
+        result = through_padding(run, entry.fit, cuts, entry.fills, call)
+        if bucket.graph is not None:
+            self._fit(entry, bucket, cuts)
+        return result
+
+    def _fit(self, entry: Sized, bucket: Entry, cuts: Sequence[Cut] | None) -> None:
+        """Give calls of this size the bucket's graph."""
+        whole = bucket.graph
+        made: Any
+        if isinstance(whole, Graph) and whole.outcome is not None:
+            made = whole.fits.get(entry.key)
+            if made is None:
+                made = fitted(whole, self.life.setting, entry.fit, cuts, entry.fills, entry.tree)
+                whole.fits[entry.key] = made
+        else:
+            made = Padded(whole, entry.fit, cuts, entry.fills, entry.tree)
+        entry.follow(bucket, made)
+
+    # -- proving
+
+    def _learn(self, entry: Sized, bucket: Entry, call: Call) -> None:
+        """Prove at the first call with padding that it changes nothing."""
+        if entry.fit.is_full or bucket.proof is not None:
+            return
+        try:
+            bucket.proof = prove(
+                self.life,
+                bucket.device_or_raise(),
+                call,
+                entry.fit,
+                entry.choices,
+                check=self.life.options.check_padding,
+            )
+        except PaddingError as error:
+            bucket.refusal = Refusal("padding", error)
+        except CaptureError as error:
+            bucket.refusal = Refusal("uncapturable", error)
+        else:
+            self._share(entry, bucket)
+
+            self._share(entry, bucket)
+
+    def _share(self, entry: Sized, bucket: Entry) -> None:
+        """What one bucket showed of the shapes of results, all know."""
+        proof = bucket.proof
+        assert proof is not None
+        known = self._learners.setdefault((entry.tree, entry.key[1], proof.tree.spec), proof.cuts)
+        if known is proof.cuts:
+            return
+        if all(learner.agrees(new) for learner, new in zip(known, proof.cuts, strict=True)):
+            for learner, new in zip(known, proof.cuts, strict=True):
+                learner.merge(new)
+            bucket.proof = proof._replace(cuts=known)
+
+    def _conflict(self, bucket: Entry, call: Call) -> Refusal | None:
+        if bucket.proof is None or bucket.proof.touched.isdisjoint(map(family_key, call.tensors)):
+            return None
+        name = self.life.setting.name
+        return Refusal(
+            "uncapturable",
+            CaptureError(
+                f"an argument shares memory with a tensor that `{name}` uses from outside, and one is written",
+                why="the graph reads its own copy of the argument, which would not see the write",
+                fix="pass a clone, or use only one of the two",
+            ),
+        )
+
+    def _cuts(self, entry: Sized, bucket: Entry) -> list[Cut] | None:
+        """How results become those of this size; None when a run must show it first."""
+        assert bucket.proof is not None, "a bucket is proved before it is used for less"
+        cuts = [learner.cut_for(entry.fit.live) for learner in bucket.proof.cuts]
+        known = [cut for cut in cuts if cut is not None]
+        return known if len(known) == len(cuts) else None
+
+    def _taught(self, entry: Sized, bucket: Entry, call: Call) -> Any:
+        """Run once at the exact size, which shows the shapes of the results."""
+        result = self.life.eagerly("cut", call)
+        assert bucket.proof is not None
+        for learner, tensor in zip(bucket.proof.cuts, tensors_of(result), strict=True):
+            learner.note(entry.fit.live, tensor.shape)
+        return result
