@@ -53,6 +53,8 @@ class Entry:
         self.label = ""
         self.proof: Any = None
         """That padding changes nothing, where calls of several sizes share the graph."""
+        self.large = False
+        """Whether a run writes outside memory that no trial puts back."""
         self.capacity: tuple[int, ...] = ()
         self.addresses: tuple[tuple[int, int], ...] = ()
         self.opaque: list[weakref.ref[Any]] = []

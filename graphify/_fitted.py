@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ from ._inputs import StaticInputs
 from ._layout import is_dense
 from ._padding import Fit
 from ._results import Copied, Maker, ResultPlan, lending
+from ._specification import same_path
 from ._tree import Tree, tree_of
 from ._undo import version_of
+from .backends.base import Copy
 
 __all__ = ["CutPlan", "Padded", "fitted", "through_padding"]
 
@@ -114,31 +116,34 @@ def fitted(
 ) -> Graph:
     """The graph of a bucket for calls of one size; a call of it costs what a call of any graph does."""
     assert graph.outcome is not None, "the recording kept what it returned"
-    made = Graph(setting, graph.recording, graph.memory)
-    inputs, dims = graph.inputs, fit.dims()
-    made.inputs, made.step = inputs, graph.step
-    made.conflicts, made.kept, made.bumped, made.unguarded = (
-        graph.conflicts,
-        graph.kept,
-        graph.bumped,
-        graph.unguarded,
-    )
+    made, inputs = Graph(setting, graph.recording, graph.memory), graph.inputs
+    made.inputs, made.step, made.conflicts = inputs, graph.step, graph.conflicts
+    made.kept, made.bumped, made.unguarded = graph.kept, graph.bumped, graph.unguarded
     lives = _lives(fit, inputs.tensors)
     made.mutated = [(i, lives[i]) for i, _ in graph.mutated]
     plan = _cut_plan(graph.outcome, inputs.tensors, lives, fit, cuts)
-    first = {id(static): i for i, static in reversed(list(enumerate(inputs.tensors)))}
-    copies = [(lives[i], i) for i in dims if first[id(inputs.tensors[i])] == i]
-    copies += [(static, i) for static, i in inputs.copies if i not in dims]
     lent = setting.static_outputs and all(map(is_dense, plan.copied))
-    stage, launch = setting.backend.replayer(
+    theirs = {i for i, path in enumerate(tree.tensor_paths) if same_path(path) in setting.lent}
+    copies = _copies(inputs, lives, fit, theirs)
+    made.copied = plan.copied
+    made.stage, launch = setting.backend.replayer(
         graph.recording, copies, [] if lent else plan.copied, shared=True
     )
     if lent and plan.copied:
         launch = lending(launch, plan.copied, setting.backend, setting.pool.retired)
-    made.copied, made.stage, made.launch = plan.copied, stage, plan.moded(launch)
-    made.fill = _filler(inputs, setting.flats, fit, fills, {i for i, _ in graph.mutated})
+    made.launch = plan.moded(launch)
+    behind = _behind(inputs, setting.flats, fit, fills, theirs | {i for i, _ in graph.mutated})
+    made.fill = _filler(inputs, behind, [(lives[i], i) for i in theirs & fit.dims().keys()], fit)
     plan_delivery(made, plan, graph.outcome, tree)
     return made
+
+
+def _copies(inputs: StaticInputs, lives: Sources, fit: Fit, theirs: set[int]) -> list[Copy]:
+    """What every call copies: one tensor that stands for two arguments once, a buffer that users fill not at all."""
+    dims, statics = fit.dims(), inputs.tensors
+    first = {id(static): i for i, static in reversed(list(enumerate(statics)))}
+    copies = [(lives[i], i) for i in dims if first[id(statics[i])] == i and i not in theirs]
+    return [*copies, *((static, i) for static, i in inputs.copies if i not in dims)]
 
 
 def _lives(fit: Fit, statics: Sources) -> list[Tensor]:
@@ -174,30 +179,44 @@ def _cut_plan(
     return CutPlan(results, lives, outcome.outside, apart)
 
 
-def _filler(
+class _Behind(NamedTuple):
+    """The padded part of one static input; `open`: something else than calls may write it, too."""
+
+    tail: Tail
+    live: tuple[int, ...]
+    open: bool
+
+
+def _behind(
     inputs: StaticInputs, flats: Flats, fit: Fit, fills: Sequence[Any], written: set[int]
-) -> Callable[[Sources], None] | None:
-    """What fills everything that the copies leave out: odd leaves, and what stands behind the live rows."""
-    dims = fit.dims()
-    others = inputs.filler(without=dims)
+) -> list[_Behind]:
     shapes = fit.axes.padded_shapes([t.shape for t in inputs.tensors], fit.live)
-    tails: list[tuple[Tail, tuple[int, ...], bool]] = []
-    seen = set()
-    for leaf, places in dims.items():
+    found: dict[int, _Behind] = {}
+    for leaf, places in fit.dims().items():
         static = inputs.tensors[leaf]
-        if id(static) not in seen:
-            seen.add(id(static))
+        if id(static) not in found:
             tail = flats.tail(static, [dim for dim, _ in places], fills[leaf])
-            tails.append((tail, shapes[leaf], leaf in written))
+            found[id(static)] = _Behind(tail, shapes[leaf], leaf in written)
+    return list(found.values())
+
+
+def _filler(
+    inputs: StaticInputs, behind: Sequence[_Behind], theirs: Sequence[Copy], fit: Fit
+) -> Callable[[Sources], None]:
+    """What fills everything that the copies leave out: odd leaves, and what stands behind the live part."""
+    others = inputs.filler(without=fit.dims())
     inference = any(t.is_inference() for t in inputs.tensors)
 
     def fill(sources: Sources) -> None:
         if others is not None:
             others(sources)
         with torch.inference_mode() if inference else torch.no_grad():
-            for tail, live, is_written in tails:
-                tail.clean(live)
-                if is_written:
+            for live, i in theirs:
+                if sources[i].data_ptr() != live.data_ptr():
+                    live.copy_(sources[i])
+            for tail, size, is_open in behind:
+                if is_open:
                     tail.spoil()
+                tail.clean(size)
 
     return fill

@@ -76,6 +76,8 @@ class Setting:
     sized: bool = False
     """Whether calls of several sizes share recordings."""
     flats: Flats = field(default_factory=Flats)
+    lent: set[str] = field(default_factory=set)
+    """Arguments whose static input a user writes in place."""
     optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
     """Those that stepped in a run although no name leads to them."""
 

@@ -28,11 +28,11 @@ from ._optimizers import UnbuiltError, refusal_of, refused_code, steps
 from ._options import Options
 from ._record import NeedsGradError, has_gradients, record
 from ._results import TangledError
-from ._signature import TensorSpec, refusal, specs_of
+from ._signature import Signature, TensorSpec, explain, likeness, refusal, specs_of
 from ._specification import root_of
 from ._survey import Survey
 from ._tree import tensors_of, tree_of
-from ._trial import Snapshot, trial
+from ._trial import Snapshot, is_large, trial
 from ._undo import UndoLog
 from ._watch import Watch, watching
 from .errors import CaptureError, GraphifyWarning, InputError
@@ -72,6 +72,7 @@ class Life:
         self.reasons: Counter[str] = Counter()
         self.ready: list[Entry] = []
         self.retired_replays = 0
+        self.sealed = False
         self._clock = itertools.count(1)
         self._entries: dict[int, Entry] = {}
         self._seen_values: dict[tuple[Any, ...], set[Any]] = {}
@@ -116,8 +117,7 @@ class Life:
             entry.release(place)
             changed = True
         if changed and entry.graph is not None:
-            self._retire(entry)
-            entry.drop()
+            self.discard(entry)
         return changed
 
     def touch(self, entry: Entry) -> None:
@@ -236,6 +236,8 @@ class Life:
             entry.refusal = self._too_often(entry)
         if entry.refusal is not None:
             return self.refuse(entry.refusal, call)
+        if self.sealed and entry.graph is None:
+            return self.missed(entry, call)
         if entry.wait > 0:
             entry.wait -= 1
             return self.eagerly("evicted", call)
@@ -258,6 +260,15 @@ class Life:
                     "memory: write into one tensor with `copy_`, or pass it as an argument",
                 )
         return None
+
+    def missed(self, entry: Entry, call: Call) -> Any:
+        """Run a call that no graph was captured for before the wrapper was sealed, and log what is new about it."""
+        here = Signature(entry.tree, *entry.key)
+        known = [Signature(e.tree, *e.key) for e in self.ready]
+        nearest = max(known, key=lambda there: likeness(here, there), default=None)
+        why = "nothing was captured" if nearest is None else explain(here, nearest)
+        log.warning("%s: sealed, and no graph fits: %s", self.setting.name, why)
+        return self.eagerly("sealed", call)
 
     def refuse(self, refused: Refusal, call: Call) -> Any:
         """Make the result of a call that is not captured, or raise why it cannot be."""
@@ -332,6 +343,7 @@ class Life:
         self.executed.merge(watch.executed)
         self.generators.update(watch.generators)
         entry.warmed += 1
+        entry.large = any(is_large(t) for key, t in watch.outside.items() if key in watch.written)
         survey = self._survey_with(call, stepped)
         entry.numbers = numbers_of(survey.optimizers)
         lifted = {place.id for place in self._numbers.lifted(entry.numbers)}
@@ -482,6 +494,7 @@ class Life:
         else:
             entry.settle(Instances(graph, self._more(entry)), guard)
         self.ready.append(entry)
+        self._keep_bytes()
         self.counts["recordings"] += 1
         nodes, seconds = graph.nodes, graph.seconds
         log.info("%s: recorded %s: %d nodes in %.3f s", self.setting.name, entry.label, nodes, seconds)
@@ -524,7 +537,7 @@ class Life:
         """A forward while the backwards of all earlier ones are still to come: one more instance, up to a limit."""
         with self.setting.pool.lock:
             instances = entry.graph
-            if isinstance(instances, Instances) and len(instances.graphs) < MOST:
+            if isinstance(instances, Instances) and len(instances.graphs) < MOST and not self.sealed:
                 with self.setting.backend.scope(entry.device_or_raise()):
                     graph, _ = self._recorded(entry, call, None)
                 instances.graphs.append(graph)
@@ -566,13 +579,40 @@ class Life:
         """Drop the least recently used graphs beyond `max_graphs`, counting the one to come."""
         limit = self.options.max_graphs
         while limit is not None and len(self.ready) >= limit:
-            oldest = min(self.ready, key=lambda entry: entry.used)
-            self._retire(oldest)
-            oldest.drop()
-            # A signature that keeps being evicted must pay: it waits twice as long each time.
-            oldest.evictions += 1
-            oldest.wait = 2**oldest.evictions
-            self.counts["evictions"] += 1
+            self._evict()
+
+    def _keep_bytes(self) -> None:
+        """Drop the least recently used graphs beyond `max_bytes`, but for the newest."""
+        limit = self.options.max_bytes
+        while limit is not None and len(self.ready) > 1 and self._bytes() > limit:
+            self._evict()
+
+    def _bytes(self) -> int:
+        return sum(entry.graph.bytes for entry in self.ready if entry.graph is not None)
+
+    def _evict(self) -> None:
+        oldest = min(self.ready, key=lambda entry: entry.used)
+        self.discard(oldest)
+        # A signature that keeps being evicted must pay: it waits twice as long each time.
+        oldest.evictions += 1
+        oldest.wait = 2**oldest.evictions
+        self.counts["evictions"] += 1
+
+    def lend_input(self, path: str) -> None:
+        """A user writes into this static input: it is not copied onto itself, and its tail is never known to be clean."""
+        self.setting.lent.add(path)
+        for table in self.tables.values():
+            for sized in table.sized.values():
+                sized.drop()
+        for entry in self.ready:
+            if isinstance(entry.graph, Graph):
+                self.retired_replays += sum(fit.replays for fit in entry.graph.fits.values())
+                entry.graph.fits.clear()
+
+    def discard(self, entry: Entry) -> None:
+        """Drop an entry's graph, and keep what is known of its calls."""
+        self._retire(entry)
+        entry.drop()
 
     def forget(self, entry: Entry) -> None:
         """Drop an entry and its graph."""
@@ -598,6 +638,8 @@ class Life:
             self.forget(entry)
         self.tables.clear()
         self._rebinds.clear()
+        self.setting.flats.clear()
+        self.sealed = False
         self.setting.pool.forget()
 
     # -- speaking

@@ -19,7 +19,9 @@ from torch.compiler import is_dynamo_compiling
 from ._wrapper import Options, Runner
 
 if TYPE_CHECKING:
-    from .stats import GraphRecord, Stats
+    from torch import Tensor
+
+    from .stats import CapturedBuckets, GraphRecord, Stats
 
 __all__ = [
     "BoundMethod",
@@ -127,6 +129,22 @@ class _Controls:
         """Capture the signature of these arguments ahead of time, without a trace."""
         return self._controlled().capture(*args, **kwargs)
 
+    def capture_buckets(self, *args: Any, progress: bool = True, **kwargs: Any) -> CapturedBuckets:
+        """Capture all buckets ahead of time from one example, the largest first, without a trace."""
+        return self._controlled().capture_buckets(*args, progress=progress, **kwargs)
+
+    def estimate(self, *args: Any, **kwargs: Any) -> int:
+        """Bytes that the graphs of all buckets would take."""
+        return self._controlled().estimate(*args, **kwargs)
+
+    def seal(self) -> None:
+        """Capture nothing from now on."""
+        self._controlled().seal()
+
+    def buffer(self, name: str) -> Tensor:
+        """The static input of an argument, for producers that write in place."""
+        return self._controlled().buffer(name)
+
     def reset(self) -> None:
         """Drop all graphs and their memory; the next call starts anew."""
         self._controlled().reset()
@@ -149,6 +167,10 @@ class BoundMethod(Protocol[Q, R_co]):
     def graphs(self) -> tuple[GraphRecord, ...]: ...
     def report(self) -> str: ...
     def capture(self, *args: Q.args, **kwargs: Q.kwargs) -> GraphRecord: ...
+    def capture_buckets(self, *args: Any, progress: bool = True, **kwargs: Any) -> CapturedBuckets: ...
+    def estimate(self, *args: Q.args, **kwargs: Q.kwargs) -> int: ...
+    def seal(self) -> None: ...
+    def buffer(self, name: str) -> Tensor: ...
     def reset(self) -> None: ...
 
 

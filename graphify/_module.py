@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ._method import ONCE, plain, travelling
 from ._wrapper import Options, Runner
@@ -21,7 +21,9 @@ __all__ = ["CONTROLS", "GraphedModule", "runner_of", "twin"]
 
 M = TypeVar("M", bound=nn.Module)
 
-CONTROLS = ("stats", "graphs", "report", "capture", "reset")
+CONTROLS = (
+    *("stats", "graphs", "report", "capture", "capture_buckets", "estimate", "seal", "buffer", "reset"),
+)
 """What a GraphedModule offers beside the module's own names."""
 
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
@@ -142,7 +144,7 @@ class GraphedModule(nn.Module):
 
     Copies (`copy.deepcopy`, `pickle`, `torch.save`) are GraphedModules with the same options and no graphs
     yet; a pickled one leaves its `pool` behind. The controls (`stats`, `graphs`, `report`, `capture`,
-    `reset`) are found after the module's own names; `graphify.handle(model)` always gives them.
+    `capture_buckets`, `estimate`, `seal`, `buffer`, `reset`) are found after the module's own names; `graphify.handle(model)` always gives them.
 
     Example:
         >>> model = graphify(nn.Linear(8, 4))
@@ -164,13 +166,17 @@ class GraphedModule(nn.Module):
     _graphify_original: type[nn.Module]
 
     if TYPE_CHECKING:
-        from .stats import GraphRecord, Stats
+        from .stats import CapturedBuckets, GraphRecord, Stats
 
         def stats(self) -> Stats: ...
         @property
         def graphs(self) -> tuple[GraphRecord, ...]: ...
         def report(self) -> str: ...
         def capture(self, *args: Any, **kwargs: Any) -> GraphRecord: ...
+        def capture_buckets(self, *args: Any, progress: bool = True, **kwargs: Any) -> CapturedBuckets: ...
+        def estimate(self, *args: Any, **kwargs: Any) -> int: ...
+        def seal(self) -> None: ...
+        def buffer(self, name: str) -> Tensor: ...
         def reset(self) -> None: ...
 
     else:

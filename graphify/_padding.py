@@ -113,6 +113,16 @@ class Fit(NamedTuple):
                 made[id(tensor)] = tensor if whole else _padded(tensor, shapes[leaf], fills[leaf])
         return tuple(made.get(id(t), t) if leaf in self.dims() else t for leaf, t in enumerate(tensors))
 
+    def blank(self, tensors: Sequence[Tensor], fills: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Tensors like `padded` ones that hold nothing but padding, which by its contract touches nothing."""
+        shapes, dims = self.axes.padded_shapes([t.shape for t in tensors], self.full), self.dims()
+        made: dict[int, Tensor] = {}
+        for leaf, places in dims.items():
+            if id(tensors[leaf]) not in made:
+                none = [0 if any(d == dim for d, _ in places) else n for dim, n in enumerate(shapes[leaf])]
+                made[id(tensors[leaf])] = _blank(tensors[leaf], shapes[leaf], fills[leaf], none)
+        return tuple(made[id(t)] if leaf in dims else t for leaf, t in enumerate(tensors))
+
     def lives(self, leaf: int, tensor: Tensor) -> Tensor:
         """The live part of a leaf of the bucket's shape."""
         for dim, axis in self.dims().get(leaf, ()):
@@ -127,16 +137,30 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _padded(tensor: Tensor, shape: Sequence[int], fill: Any) -> Tensor:
     with torch.inference_mode(tensor.is_inference()):
-        with torch.no_grad():
-            strides = dense_strides(tensor, shape)
-            padded = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
-            padded.zero_() if fill is None or callable(fill) else padded.fill_(fill)
-        live = padded
+        live = padded = _filled(tensor, shape, fill)
         for dim, size in enumerate(tensor.shape):
             live = live.narrow(dim, 0, size)
         live.copy_(tensor)
-        if callable(fill):
-            with torch.no_grad():
-                fill(padded.detach() if padded.requires_grad else padded, tuple(tensor.shape))
+        _fill_by(fill, padded, tensor.shape)
     # Without grad mode nothing connects the two, but code may ask.
     return padded.requires_grad_() if tensor.requires_grad and not padded.requires_grad else padded
+
+
+def _blank(like: Tensor, shape: Sequence[int], fill: Any, live: Sequence[int]) -> Tensor:
+    with torch.inference_mode(like.is_inference()):
+        blank = _filled(like, shape, fill)
+        _fill_by(fill, blank, live)
+    return blank.requires_grad_() if like.requires_grad else blank
+
+
+def _filled(like: Tensor, shape: Sequence[int], fill: Any) -> Tensor:
+    """A dense buffer full of padding."""
+    with torch.no_grad():
+        buffer = torch.empty_strided(shape, dense_strides(like, shape), dtype=like.dtype, device=like.device)
+        return buffer.zero_() if fill is None or callable(fill) else buffer.fill_(fill)
+
+
+def _fill_by(fill: Any, buffer: Tensor, live: Sequence[int]) -> None:
+    if callable(fill):
+        with torch.no_grad():
+            fill(buffer.detach(), tuple(live))

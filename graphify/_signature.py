@@ -35,6 +35,7 @@ __all__ = [
     "ambient_reader",
     "explain",
     "inactive",
+    "likeness",
     "matcher_of",
     "overlap",
     "refusal",
@@ -140,6 +141,18 @@ def explain(new: Signature, old: Signature) -> str:
         if found is not None:
             return found
     return "nothing differs"
+
+
+def likeness(new: Signature, old: Signature) -> tuple[int, ...]:
+    """How near two signatures are: the larger, the fewer fields differ."""
+    alike = new.tree == old.tree
+    tensors = sum(
+        a == b
+        for here, there in zip(new.tensors, old.tensors, strict=False)
+        for a, b in zip(here, there, strict=True)
+    )
+    tokens = sum(a == b for a, b in zip(new.tokens, old.tokens, strict=False))
+    return alike, new.ambient == old.ambient, tokens, tensors
 
 
 def _structure(new: Signature, old: Signature) -> str | None:

@@ -136,6 +136,8 @@ class Sizes:
             return self.life.refuse(entry.refusal, call)
         with self.life.setting.pool.lock:
             bucket = self.bucket_of(entry, call)
+            if self.life.sealed and bucket.graph is None:
+                return self.life.missed(bucket, call)
             if bucket.refusal is None:
                 self._learn(entry, bucket, call)
             if bucket.refusal is not None:
@@ -153,9 +155,36 @@ class Sizes:
 
     def bucket_of(self, entry: Sized, call: Call) -> Entry:
         """The entry of the bucket's own size."""
-        padded = entry.fit.padded(call.tensors, entry.fills)
-        _, tokens, _, _ = entry.key
-        key = (entry.key[0], tokens, entry.table.specs(padded), overlap(padded))
+        return self._bucket(entry, entry.fit.padded(call.tensors, entry.fills), call)
+
+    def at(self, table: Table, key: Any, tensors: Sequence[Tensor], full: tuple[int, ...]) -> Sized:
+        """A call like this one in a bucket of these sizes, whatever its own."""
+        axes = self.axes_of(table, tensors)
+        return Sized(table, key, Fit(axes, axes.sizes([t.shape for t in tensors]), full), self.choices(table))
+
+    def rehearse(self, entry: Sized, call: Call) -> Entry:
+        """Record a bucket ahead of time, without trace, and prove it where the call shows how."""
+        blank = entry.fit.blank(call.tensors, entry.fills)
+        bucket = self._bucket(entry, blank, call)
+        if bucket.graph is None and bucket.refusal is None:
+            self.life.rehearse(bucket, Call(call.tree, call.tree.rebuild(blank, call.consts), blank))
+        inside = all(0 < live <= full for live, full in zip(entry.fit.live, entry.fit.full, strict=True))
+        if inside and bucket.refusal is None and not bucket.large:
+            self._learn(entry, bucket, call)
+            if bucket.refusal is not None:
+                self.life.discard(bucket)
+        return bucket
+
+    def unproved(self, bucket: Entry) -> str:
+        """Why the padding of a bucket was not compared with eager; empty when it was."""
+        if bucket.proof is not None:
+            return str(bucket.proof.said)
+        if bucket.large:
+            return "it writes tensors above 256 MiB, which would show a trace: the first call that is padded proves it"
+        return "the example fills it: the first call that is padded proves it"
+
+    def _bucket(self, entry: Sized, padded: tuple[Tensor, ...], call: Call) -> Entry:
+        key = (entry.key[0], entry.key[1], entry.table.specs(padded), overlap(padded))
         bucket = self.life.find(entry.table, key, padded, call.tree.rebuild(padded, call.consts))
         bucket.capacity = self._capacity(entry, call.tensors)
         return bucket

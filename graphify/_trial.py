@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ._survey import Survey
 from ._undo import UndoLog
 
-__all__ = ["HostRandomness", "Snapshot", "trial"]
+__all__ = ["HostRandomness", "Snapshot", "is_large", "trial"]
 
 _LIMIT = 256 * 2**20
 
@@ -51,6 +52,11 @@ class HostRandomness:
         """Put the states back."""
         for (_, _, write), state in zip(self.readers, self.states, strict=True):
             write(state)
+
+
+def is_large(tensor: Tensor) -> bool:
+    """Whether a trial leaves this memory as it was written, since a copy would cost too much."""
+    return tensor.untyped_storage().nbytes() > _LIMIT
 
 
 class Snapshot:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._ahead import capture_all, capture_one, estimated, largest_two, static_input
 from ._binding import binder_of
 from ._entry import Entry, Table
 from ._graph import Call, Setting
@@ -22,12 +24,15 @@ from ._sizes import Sizes, sizes_wanted
 from ._tree import tree_of
 from .backends import backend_for
 from .backends.base import Backend
-from .errors import GraphifyError, InputError
-from .stats import GraphRecord, Stats, report
+from .errors import InputError
+from .stats import CapturedBuckets, GraphRecord, Stats, report
 
 __all__ = ["Options", "Runner", "disabled"]
 
 _runners: weakref.WeakSet[Runner] = weakref.WeakSet()
+
+
+Located = tuple[Table, Any, tuple[Tensor, ...], tuple[Any, ...]]
 
 
 class Runner:
@@ -186,18 +191,102 @@ class Runner:
             CaptureError: the call cannot be captured.
             InputError: an argument cannot be staged.
         """
+        entry = capture_one(self._life, self._ways, *self._located(args, kwargs))
+        return next(g for g, e in zip(self.graphs, self._life.ready, strict=True) if e is entry)
+
+    def capture_buckets(self, *args: Any, progress: bool = True, **kwargs: Any) -> CapturedBuckets:
+        """Record the graphs of all buckets ahead of time, the largest first, from one example and without trace.
+
+        Example:
+            >>> print(decode.capture_buckets(tokens, slots))     # both of some size, such as (4,)
+            decode: 35 buckets, 96.0 MiB, 1.93 s
+
+        Args:
+            progress: Show a progress bar, where tqdm is installed.
+
+        The runs hold nothing but padding. Where the example is smaller than a bucket, its rows prove that padding
+        changes nothing; other buckets are proved at their first call with padding.
+
+        Raises:
+            CaptureError, InputError, PaddingError: a bucket cannot be captured.
+            ValueError: the wrapper has no buckets, or more of them than `max_graphs`.
+        """
+        sizes, located = self._sized("capture_buckets"), self._located(args, kwargs)
+        axes = sizes.axes_of(located[0], located[2])
+        if self.options.max_graphs is not None and axes.count > self.options.max_graphs:
+            raise ValueError(
+                f"`{self.name}` has {axes.count} combinations of bucket sizes, more than max_graphs="
+                f"{self.options.max_graphs}. Write max_graphs={axes.count}, or fewer sizes."
+            )
+        return capture_all(self._life, sizes, *located, grid=list(axes.grid()), progress=progress)
+
+    def estimate(self, *args: Any, **kwargs: Any) -> int:
+        """Bytes that the graphs of all buckets would take, from capturing the two largest in a pool of their own.
+
+        Example:
+            >>> decode.estimate(tokens, slots) / 2**20     # MiB, before the cache is sized
+            134.0
+
+        Raises:
+            CaptureError, InputError, PaddingError, ValueError: as `capture_buckets`.
+        """
+        self._sized("estimate")
+        probe = Runner(
+            self.target, replace(self.options, pool=None, max_graphs=None, max_bytes=None), self.name
+        )
+        located = probe._located(args, kwargs)
+        sizes = probe._sized("estimate")
+        axes = sizes.axes_of(located[0], located[2])
+        two = largest_two(axes.grid())
+        try:
+            return estimated(capture_all(probe._life, sizes, *located, grid=two, progress=False), axes.count)
+        finally:
+            probe.reset()
+
+    def seal(self) -> None:
+        """Capture nothing from now on: a call without a graph runs eagerly, and what is new about it is logged.
+
+        Example:
+            >>> decode.capture_buckets(tokens, slots)
+            >>> decode.seal()
+
+        `reset()` breaks the seal.
+        """
+        self._life.sealed = True
+
+    def buffer(self, name: str) -> Tensor:
+        """The static input of an argument, for producers that write in place; passed as the argument it is not copied.
+
+        Example:
+            >>> slots = decode.buffer("slots")     # (256,), the largest bucket
+            >>> slots[:n] = allocator.slots(n)
+            >>> decode(tokens[:n], slots[:n])
+
+        Args:
+            name: The argument, or the path of a tensor in it: "x", "batch['ids']".
+
+        Raises:
+            ValueError: nothing was captured yet, no tensor has this name, or several static inputs do.
+
+        Warning:
+            It is graph memory: whatever a bucketed graph does not get as live rows, it fills again.
+        """
+        return static_input(self._life, name)
+
+    def _sized(self, what: str) -> Sizes:
+        if not isinstance(self._ways, Sizes):
+            text = f"{what}: `{self.name}` has no buckets. Write graphify(..., buckets=[1, 2, 4, 8])."
+            raise ValueError(text)  # noqa: TRY004
+        return self._ways
+
+    def _located(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Located:
+        """The place of a call among all signatures."""
         values = self._bind(*args, **kwargs)
         table = self._life.table_for(values)
         found = table.unpack(values)
-        assert found is not None
-        key = (self._ambient(), found[1], table.specs(found[0]), overlap(found[0]))
-        with self._pool.lock:
-            entry = self._life.find(table, key, found[0], values)
-            if entry.graph is None and entry.refusal is None:
-                self._life.rehearse(entry, Call(table.tree, values, found[0]))
-        if entry.graph is None:
-            raise _not_captured(self.name, entry)
-        return next(g for g, e in zip(self.graphs, self._life.ready, strict=True) if e is entry)
+        assert found is not None, "a table fits the values that it was made for"
+        tensors, tokens = found
+        return table, (self._ambient(), tokens, table.specs(tensors), overlap(tensors)), tensors, values
 
     def reset(self) -> None:
         """Free every graph and forget every signature; counts stay, results stay valid."""
@@ -221,14 +310,6 @@ def _ambient_of(backend: Backend) -> tuple[Callable[[], Any], Callable[[Any], Ca
         return tuple(reader() for reader in readers)
 
     return read, lambda expected: lambda: read() == expected
-
-
-def _not_captured(name: str, entry: Entry) -> Exception:
-    refusal = entry.refusal
-    assert refusal is not None
-    return refusal.error or GraphifyError(
-        f"`{name}` was not captured ({refusal.reason}): {refusal.advice or 'see stats()'}"
-    )
 
 
 class _Nowhere(Table):

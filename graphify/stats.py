@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["GraphRecord", "Stats", "report"]
+__all__ = ["BucketRecord", "CapturedBuckets", "GraphRecord", "Stats", "report"]
 
 _MIB = 1024 * 1024
 
@@ -41,6 +41,48 @@ class GraphRecord:
     seconds: float
     unguarded: tuple[str, ...] = ()
     """Outside tensors that no place is known for: re-binding one of these goes unseen."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRecord:
+    """One bucket captured ahead of time: sizes by name, seconds, bytes that the pool grew by, nodes."""
+
+    sizes: dict[str, int]
+    seconds: float
+    bytes: int
+    nodes: int
+    unproved: str = ""
+    """Why its padding was not compared with eager yet; empty when it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedBuckets:
+    """What `capture_buckets` made; printing it gives a table."""
+
+    name: str
+    buckets: tuple[BucketRecord, ...]
+
+    @property
+    def seconds(self) -> float:
+        """What all of it took."""
+        return sum(bucket.seconds for bucket in self.buckets)
+
+    @property
+    def bytes(self) -> int:
+        """Graph memory of all buckets."""
+        return sum(bucket.bytes for bucket in self.buckets)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name}: {_many(len(self.buckets), 'bucket')}, {self.bytes / _MIB:.1f} MiB, {self.seconds:.2f} s"
+        ]
+        for bucket in self.buckets:
+            sizes = ", ".join(f"{name} {size}" for name, size in bucket.sizes.items())
+            said = f"  padding not compared: {bucket.unproved}" if bucket.unproved else ""
+            lines.append(
+                f"  {sizes}: {bucket.bytes / _MIB:.1f} MiB, {bucket.nodes} nodes, {bucket.seconds:.3f} s{said}"
+            )
+        return "\n".join(lines)
 
 
 def report(name: str, stats: Stats, graphs: Sequence[GraphRecord]) -> str:

@@ -57,7 +57,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
         *("backends._tape_steps", "backends.base", "backends.cuda", "backends.eager", "backends.tape"),
     ),
     4: ("_autograd", "_backwards", "_entry", "_fitted", "_graph", "_instances", "_record", "_turns"),
-    5: ("_life", "_numbers", "_proofs", "_sizes"),
+    5: ("_ahead", "_life", "_numbers", "_proofs", "_sizes"),
     6: ("_decorate", "_method", "_module", "_wrapper"),
     7: (
         *("__init__", "__main__", "_demo", "_demo_models", "_doctor", "testing", "testing._acts"),
@@ -112,6 +112,7 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_entry": ("_autograd", "_graph", "_instances"),
     "_fitted": ("_graph",),
     "_life": ("_numbers",),
+    "_ahead": ("_life", "_sizes"),
     "_proofs": ("_life",),
     "_sizes": ("_life", "_proofs"),
     "_method": ("_wrapper",),

@@ -1,0 +1,155 @@
+"""Capturing before calls come: one bucket or all of them, without trace, and what all of them would cost."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ._entry import Entry, Table
+from ._graph import Call, Graph
+from ._instances import Instances
+from ._layout import family_key
+from ._life import Life
+from ._sizes import Sized, Sizes
+from ._specification import same_path
+from .errors import GraphifyError
+from .stats import BucketRecord, CapturedBuckets
+
+__all__ = ["capture_all", "capture_one", "estimated", "largest_two", "static_input"]
+
+_LEAST = 2**20
+"""What a graph takes of a device even where the pool does not grow, in bytes."""
+
+
+def capture_one(
+    life: Life,
+    ways: Life | Sizes,
+    table: Table,
+    key: Any,
+    tensors: tuple[Tensor, ...],
+    values: tuple[Any, ...],
+) -> Entry:
+    """Record the graph of one signature, or of its bucket, without trace.
+
+    Raises:
+        CaptureError, InputError, PaddingError: why it cannot be.
+    """
+    call = Call(table.tree, values, tensors)
+    with life.setting.pool.lock:
+        entry = ways.find(table, key, tensors, values)
+        if isinstance(entry, Sized) and isinstance(ways, Sizes):
+            entry = ways.rehearse(entry, call)
+        elif entry.graph is None and entry.refusal is None:
+            life.rehearse(entry, call)
+    if entry.graph is None:
+        raise _not_captured(life.setting.name, entry)
+    return entry
+
+
+def _not_captured(name: str, entry: Entry) -> Exception:
+    refusal = entry.refusal
+    assert refusal is not None, "what has no graph was refused one"
+    return refusal.error or GraphifyError(
+        f"`{name}` was not captured ({refusal.reason}): {refusal.advice or 'see stats()'}"
+    )
+
+
+def capture_all(
+    life: Life,
+    sizes: Sizes,
+    table: Table,
+    key: Any,
+    tensors: tuple[Tensor, ...],
+    values: tuple[Any, ...],
+    *,
+    grid: Sequence[tuple[int, ...]],
+    progress: bool,
+) -> CapturedBuckets:
+    """Record the graphs of these buckets from one example, in this order."""
+    call, made = Call(table.tree, values, tensors), []
+    with life.setting.pool.lock, _frozen():
+        for full in _shown(grid, life.setting.name, progress):
+            started = time.perf_counter()
+            entry = sizes.rehearse(sizes.at(table, key, tensors, full), call)
+            graph = entry.graph
+            if graph is None:
+                raise _not_captured(life.setting.name, entry)
+            axes = sizes.axes_of(table, tensors)
+            names = {bucket.name: size for bucket, size in zip(axes.buckets, full, strict=True)}
+            seconds = time.perf_counter() - started
+            made.append(BucketRecord(names, seconds, graph.bytes, graph.nodes, sizes.unproved(entry)))
+        life.setting.backend.reclaim()
+    return CapturedBuckets(life.setting.name, tuple(made))
+
+
+def largest_two(grid: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The two buckets with the most elements."""
+    found = iter(grid)
+    return [full for full, _ in zip(found, range(2), strict=False)]
+
+
+def estimated(captured: CapturedBuckets, count: int) -> int:
+    """Bytes of `count` buckets of one pool, from the two largest: each smaller one adds at most what the second did."""
+    first, *rest = [bucket.bytes for bucket in captured.buckets]
+    return max(first, _LEAST) + (count - 1) * max([*rest, _LEAST])
+
+
+def static_input(life: Life, name: str) -> Tensor:
+    """The static input of one argument, the largest where buckets share its memory."""
+    path, found, names = same_path(name), dict[int, Tensor](), set[str]()
+    for entry in life.ready:
+        names.update(entry.tree.tensor_paths)
+        for graph in _graphs_of(entry):
+            for leaf, static in zip(
+                map(same_path, entry.tree.tensor_paths), graph.inputs.tensors, strict=True
+            ):
+                known = found.get(family_key(static))
+                if leaf == path and (known is None or known.numel() < static.numel()):
+                    found[family_key(static)] = static
+    if len(found) != 1:
+        what, known_names = f"{len(found) or 'no'} static inputs", ", ".join(sorted(names)) or "nothing yet"
+        raise ValueError(
+            f"buffer: `{life.setting.name}` has {what} for {name!r}; captured are: {known_names}"
+        )
+    life.lend_input(path)
+    return next(iter(found.values())).detach()
+
+
+def _graphs_of(entry: Entry) -> list[Graph]:
+    if isinstance(entry.graph, Instances):
+        return entry.graph.graphs
+    return [] if entry.graph is None else [entry.graph]
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """Keep the garbage collector from walking all that is alive once per capture."""
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:  # else the user's own frozen objects would thaw, too
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def _shown(grid: Sequence[tuple[int, ...]], name: str, progress: bool) -> Iterable[tuple[int, ...]]:
+    """The buckets, behind a progress bar where tqdm is installed."""
+    if not progress:
+        return grid
+    try:
+        bar: Any = importlib.import_module("tqdm")
+    except ImportError:
+        return grid
+    shown: Iterable[tuple[int, ...]] = bar.tqdm(grid, desc=f"capturing {name}", unit="bucket")
+    return shown
