@@ -461,6 +461,29 @@ WRITERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("fallback", ["raise", "eager"])
+@pytest.mark.filterwarnings("ignore::graphify.GraphifyWarning")
+def test_b18_a_counter_never_stands_still(backend, device, fallback):
+    """A position that Python counts is refused with its name, and as it was; or the calls run eagerly, and count."""
+    plain, state = Plain(), Plain()
+    plain.n = state.n = 0
+
+    def step(owner: Plain, x: Tensor) -> Tensor:
+        owner.n += 1
+        return x + owner.n
+
+    graphed = graphify(step, backend=backend, fallback=fallback)
+    for i, x in enumerate([t.to(device) for t in rows(3, count=5)]):
+        if fallback == "raise" and i > 0:
+            with pytest.raises(CaptureError, match=r"`owner\.n`"):
+                graphed(state, x)
+        else:
+            equal(step(plain, x), graphed(state, x))
+        assert state.n == plain.n
+
+    assert plain.n == (5 if fallback == "eager" else 1)
+
+
 @pytest.mark.parametrize("make", WRITERS, ids=lambda make: make.__name__)
 def test_what_python_does_is_repeated_or_refused(backend, device, make, request):
     """Python state that a call changes is as in eager after each call, or refused with the state as before."""

@@ -317,7 +317,7 @@ def test_a_stream_per_thread() -> None:
 
 @cuda
 @needs_cuda
-def test_captures_while_other_threads_are_busy() -> None:
+def test_b72_captures_while_other_threads_are_busy() -> None:
     """Pinning, event queries, waiting for a stream and allocation in other threads neither break a capture nor die.
 
     Two things are another matter: waiting for the whole device, which CUDA forbids while any of its streams is
