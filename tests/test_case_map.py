@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-ROW = re.compile(r"^\| ([BX]\d+) \| [^|]+ \| `(\w+)`(?: and (\d+) more)? \| `(\w+\.py)` \|$", re.MULTILINE)
+ROW = re.compile(r"^\| ([BX]\d+) \| [^|]+ \| `(\w+)` \| `(\w+\.py)` \|$", re.MULTILINE)
 NUMBERED = re.compile(r"test((?:_[bx]\d+)+)_")
 
 
@@ -29,13 +29,8 @@ def faults(text: str, tests: dict[str, dict[str, str]]) -> list[str]:
     listed = [number for number, *_ in rows]
     wrong = [f"{number}: twice in the table" for number in set(listed) if listed.count(number) > 1]
     wrong += [f"{number}: not in the table" for number in tests.keys() - listed]
-    for number, name, more, file in rows:
-        known = tests.get(number, {})
-        if known.get(name) != file:
-            wrong.append(f"{number}: no {name} in {file}")
-        elif len(known) != int(more or 0) + 1:
-            wrong.append(f"{number}: {len(known)} tests")
-    return wrong
+    absent = [row for row in rows if tests.get(row[0], {}).get(row[1]) != row[2]]
+    return wrong + [f"{number}: no {name} in {file}" for number, name, file in absent]
 
 
 def test_the_table_and_the_tests_agree() -> None:
@@ -47,19 +42,18 @@ def test_the_table_and_the_tests_agree() -> None:
 
 
 def test_what_does_not_agree_is_found() -> None:
-    """A wrong name, file, count or number in the table is a fault."""
+    """A wrong name, file or number in the table is a fault."""
     tests = {
         "B01": {"test_b01_one": "test_a.py", "test_b01_two": "test_a.py"},
         "B02": {"test_b02": "test_a.py"},
     }
-    right = "| B01 | x | `test_b01_one` and 1 more | `test_a.py` |\n| B02 | y | `test_b02` | `test_a.py` |\n"
+    right = "| B01 | x | `test_b01_one` | `test_a.py` |\n| B02 | y | `test_b02` | `test_a.py` |\n"
 
     assert faults(right, tests) == []
     assert faults(right.replace("`test_b02`", "`test_b2`"), tests) == ["B02: no test_b2 in test_a.py"]
     assert faults(right.replace("| `test_a.py` |\n| B02", "| `test_b.py` |\n| B02"), tests) == [
         "B01: no test_b01_one in test_b.py"
     ]
-    assert faults(right.replace(" and 1 more", ""), tests) == ["B01: 2 tests"]
     assert faults(right.replace("B02", "B03"), tests) == [
         "B02: not in the table",
         "B03: no test_b02 in test_a.py",
