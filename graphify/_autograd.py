@@ -120,7 +120,7 @@ class Instance:
         else:
             # The function itself recorded gradients where its caller did not.
             with torch.inference_mode(False), torch.enable_grad():
-                tied = turn.tie(sources, parts)
+                tied = turn.tie(sources, [t.clone() if t.is_inference() else t for t in parts])
         self._attached += 1
         return tied
 

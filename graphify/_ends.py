@@ -87,7 +87,7 @@ class Ends:
     """Searches the autograd graph of a recorded run for its ends: static inputs, stand-ins, tensors that are older.
 
     `real` are the tensors behind stand-ins, `older` tensors with a history that the run may have met, `born` the
-    storages that it made.
+    storages that only it knows, and `aliases` the tensors that it made on others.
     """
 
     def __init__(
@@ -96,9 +96,10 @@ class Ends:
         real: Mapping[int, Tensor],
         older: Iterable[Tensor],
         born: Container[int],
+        aliases: Container[int],
     ) -> None:
         self._places = {id(t): i for i, t in reversed(list(enumerate(statics)))}
-        self._real, self._born = real, born
+        self._real, self._born, self._aliases = real, born, aliases
         self._history = {(t.grad_fn, t.output_nr): t for t in older if t.grad_fn is not None}
         self._found: dict[int, Tensor] = {}
         self._reach: dict[int, int] = defaultdict(int)
@@ -139,9 +140,11 @@ class Ends:
             return _End(tensor, tensor, reach)
         if id(tensor) in self._real:
             return _End(self._real[id(tensor)], tensor, reach)
-        if tensor.grad_fn is not None or family_key(tensor) not in self._born:
+        own = id(tensor) in self._aliases or family_key(tensor) in self._born
+        if own and tensor.is_leaf:
+            return None
+        with torch.inference_mode(False):  # in which torch cannot say
             return _End(tensor, get_gradient_edge(tensor), reach)
-        return None
 
     def _search(self, root: tuple[Any, int], result: int) -> tuple[int, int]:
         """Note the ends behind one result; answer the nodes that let go of what they saved, and the custom ones."""

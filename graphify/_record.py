@@ -101,7 +101,7 @@ class _Recorder:
             by_reference=order.by_reference,
             take=self._taking(order),
         )
-        self.layouts = [_metadata(t) for t in self.inputs.tensors]
+        self.layouts = [(_metadata(t), t.requires_grad) for t in self.inputs.tensors]
         self.undo = undo or UndoLog()
         # Only a backend whose recording run is real needs the log: on a device a copy would be captured.
         log = self.undo if setting.backend.runs_live else None
@@ -192,6 +192,7 @@ class _Recorder:
     def _run(self) -> tuple[Any, list[Any]]:
         """What is recorded: the result, and what the run left in fields that it only writes."""
         self.saved = []
+        self.watch.aliases.clear()  # of an earlier run, where the run is repeated
         keeping = nullcontext() if self.patterns is None else saving(self.saved)
         with self.stand_ins.instead():
             with keeping, watching(self.watch, self.setting.backend.listen), self._stepping():
@@ -282,12 +283,18 @@ class _Recorder:
 
     def _check_arguments(self) -> None:
         tree, statics = self.call.tree, self.inputs.tensors
-        for path, static, layout in zip(tree.tensor_paths, statics, self.layouts, strict=True):
+        for path, static, (layout, needed) in zip(tree.tensor_paths, statics, self.layouts, strict=True):
             if _metadata(static) != layout:
                 raise CaptureError(
                     f"`{path}` gets another shape or layout in place",
                     why="the caller's tensor would not, since a replay changes memory only",
                     fix="use the form without underscore, which makes a view",
+                )
+            if static.requires_grad != needed:
+                raise CaptureError(
+                    f"`{path}` gets another `requires_grad` in place",
+                    why="the caller's tensor would not, since a replay changes memory only",
+                    fix=f"`{path}.detach().requires_grad_()` inside, or `{path}.requires_grad_()` before the call",
                 )
         found = tree.unpack(self.arguments)
         if (
@@ -396,7 +403,9 @@ class _Recorder:
         outside, statics = self.watch.outside, self.inputs.tensors
         met = [t for t in self.watch.history.values() if self.watch.is_older(t)]
         older = [*met, *(t for _, t in self.before.tensors())]
-        ends = Ends(statics, self.stand_ins.real, older, self.watch.born)
+        ends = Ends(
+            statics, self.stand_ins.real, older, self.watch.born | self.watch.given, self.watch.aliases
+        )
         wants = ends.of((p.tensor for p in plan.primaries), self.device)
         if wants.uncut or (wants.real and self.watch.drew and self.setting.backend.nodes_have_streams):
             raise TangledError  # its backward could neither be captured nor run live

@@ -35,6 +35,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     stay unseen, which the guards make up for by taking every parameter and buffer as read.
 
     `history` holds tensors on memory from outside that have a grad_fn: older ones, and views that the run made.
+    `aliases` holds what the run made on memory that is not its own and that had no history then.
     `given` holds the memory of the run's own arguments. A strict watch raises before an operator that a
     graph cannot hold, so that a capture is never broken by it; otherwise offences are only noted.
     """
@@ -61,6 +62,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.generators: dict[int, torch.Generator] = {}
         self.versions: dict[int, int | None] = {}
         self.history: dict[int, Tensor] = {}
+        self.aliases: dict[int, Tensor] = {}
         self.backward = False
         self.device_work = False
         self.drew = False
@@ -175,6 +177,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = family_key(tensor)
             if key not in self.outside and key not in self.given:
                 self.born.add(key)
+            elif not tensor.requires_grad:
+                self.aliases[id(tensor)] = tensor
 
 
 @contextmanager

@@ -1,0 +1,211 @@
+"""Gradients where a function makes histories of its own, in arguments, in outside tensors, against its caller's mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from checks import counts, equal
+from torch import Tensor, nn
+from training import Wrap, clear, grads, leaf, same
+
+from graphify import CaptureError, GraphifyWarning, graphify
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_function_that_records_gradients_by_itself(backend, device, mode):
+    """A result of a call without gradients has a history where the function switched them on, and goes backward."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        w = leaf(device, 3)
+
+        def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.inference_mode(False), torch.enable_grad():
+                y = (torch.ones(3, device=device) * w).exp()
+            return y, x * w
+
+        f = wrap(forward)
+        for _ in range(5):
+            with mode():
+                y, z = f(torch.randn(2, 3, device=device))
+            y.sum().backward()
+            yield y, z, y.requires_grad, z.requires_grad, w.grad
+
+    assert counts(*same(train, backend)) == (1, 1, 3, 0, 0)
+
+
+def test_an_argument_handed_back_without_gradients(backend, device):
+    """A call under no_grad that returns an argument or a weight as it is needs no backward, and replays."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        w = leaf(device, 3)
+        f = wrap(lambda x: (x, w, x + w))
+        for _ in range(4):
+            x = leaf(device, 3) * 2
+            with torch.no_grad():
+                yield f(x)
+            assert x.grad_fn is not None
+
+    assert counts(*same(train, backend)) == (1, 1, 2, 0, 0)
+
+
+def half(x: Tensor, w: Tensor) -> Tensor:
+    h = (x + 1.0) @ w
+    x[0] = 0.5
+    return h
+
+
+def read(x: Tensor, w: Tensor) -> Tensor:
+    x[0] = 0.5
+    return (x @ w) * x.sum().item()
+
+
+@pytest.mark.parametrize("function", [half, read])
+def test_a_refusal_that_comes_after_a_run(backend, device, function):
+    """Where a call gave its argument a history it stands as it is; the next is refused before anything runs."""
+    w = leaf(device, 3, 3)
+    graphed = graphify(function, backend=backend)
+    for i in range(3):
+        plain, other = (leaf.detach().requires_grad_() for leaf in [torch.ones(2, 3, device=device)] * 2)
+        x, y = plain * 2.0, other * 2.0
+        if i:
+            with pytest.raises(CaptureError):
+                graphed(y, w)
+            result = function(y, w)
+        else:
+            result = graphed(y, w)
+        want = function(x, w)
+        equal(want, result)
+        equal(torch.autograd.grad(want.sum(), (plain, w)), torch.autograd.grad(result.sum(), (other, w)))
+    assert counts(graphed) == (1, 0, 0, 0, 2)
+
+
+def set_rows(table: Tensor, y: Tensor) -> None:
+    table[:3] = y
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "rows": set_rows,
+    "copy_": lambda table, y: table[1:].copy_(y),
+    "add_": lambda table, y: table.add_(y.sum()),
+    "index_put_": lambda table, y: table.index_put_((torch.tensor([0, 1, 2], device=table.device),), y),
+}
+
+
+@pytest.mark.parametrize("needed", [True, False])
+@pytest.mark.parametrize("kind", WRITES)
+def test_an_outside_tensor_that_would_get_a_history(backend, device, kind, needed):
+    """The first call is eager's; the next is refused by the tensor's name, whether or not its result needs gradients."""
+    w = leaf(device, 4)
+    table, twin = torch.zeros(4, 4, device=device), torch.zeros(4, 4, device=device)
+
+    def step(x: Tensor, into: Tensor | None = None) -> Tensor:
+        into = table if into is None else into
+        WRITES[kind](into, x * w)
+        return x * w if needed else x * 2
+
+    graphed = graphify(step, backend=backend)
+    x = torch.randn(3, 4, device=device)
+    equal(step(x, twin), graphed(x))
+    equal(torch.autograd.grad(twin.sum(), w), torch.autograd.grad(table.sum(), w))
+    before = table.detach().clone()
+    with pytest.raises(CaptureError, match=r"`[\w.]*table`.*written in place.*needs gradients"):
+        graphed(x)
+    equal(before, table.detach())
+
+
+def test_an_outside_tensor_written_without_history(backend, device):
+    """Written under no_grad, or with what is detached, it is state like any other."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        w, table, mean = leaf(device, 4), torch.zeros(3, 4, device=device), torch.zeros(4, device=device)
+
+        def step(x: Tensor) -> Tensor:
+            y = x * w
+            table.copy_(y.detach())
+            with torch.no_grad():
+                mean.lerp_(y.mean(0), 0.5)
+            return y + mean
+
+        f = wrap(step)
+        for _ in range(5):
+            f(torch.randn(3, 4, device=device)).square().sum().backward()
+            yield table, mean, w.grad
+
+    assert counts(*same(train, backend)) == (1, 1, 3, 0, 0)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_view_of_an_expanded_tensor(backend, device, outside):
+    """The gradient of one row of an expanded tensor is eager's: such calls run eagerly, and say so."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        w = leaf(device, 4).detach().expand(3, 4).requires_grad_()
+        f = wrap(lambda x: (x if not outside else w)[1])
+        for _ in range(4):
+            x = w.detach().requires_grad_()
+            f(x).square().sum().backward()
+            yield grads(x, w)
+
+    with pytest.warns(GraphifyWarning, match="views"):
+        (graphed,) = same(train, backend)
+    assert graphed.stats().reasons == {"views": 3}
+
+
+class Inner(nn.Module):
+    """A network that takes a gradient of its own with respect to a tensor that it makes a leaf."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.fc, self.other, self.way = nn.Linear(4, 4), nn.Linear(4, 4), way
+
+    def inner(self, x: Tensor) -> Tensor:
+        if self.way == "no_grad":
+            with torch.no_grad():
+                x = x[:2]
+        elif self.way == "weight":
+            x = self.other.weight
+        elif self.way == "parameter":
+            return nn.Parameter(x)
+        return (x.clone() if self.way == "clone" else x).detach().requires_grad_()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.inner(x)
+        y = self.fc(z).tanh() @ self.other.weight
+        (force,) = torch.autograd.grad(y.sum(), z, create_graph=True)
+        return y, force.square().sum()
+
+
+@pytest.mark.parametrize("way", ["detach", "no_grad", "weight", "parameter", "clone"])
+def test_inner_gradients_of_a_leaf_made_inside(backend, device, way):
+    """A leaf that the function makes of its argument, or of a weight, is nobody else's, and trains as in eager."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        net = wrap(Inner(way).to(device))
+        for _ in range(5):
+            y, penalty = net(torch.randn(3, 4, device=device))
+            (y.sum() + penalty).backward()
+            yield y, penalty, grads(net)
+            clear(net)
+
+    (graphed,) = same(train, backend)
+    assert counts(graphed) == (1, 1, 3, 0, 0)
+    assert graphed.stats().recordings == 2  # the backward, too, also where nodes have streams
+
+
+def test_an_argument_that_comes_to_need_gradients_inside(backend, device):
+    """The caller's tensor would not: refused by name, before it is seen to differ."""
+    w = leaf(device, 3)
+
+    def force(x: Tensor) -> Tensor:
+        x.requires_grad_()
+        return torch.autograd.grad((x * w).square().sum(), x)[0]
+
+    graphed = graphify(force, backend=backend)
+    x = torch.randn(3, device=device)
+    equal(force(x.clone()), graphed(x.clone()))
+    with pytest.raises(CaptureError, match=r"`x` gets another `requires_grad`"):
+        graphed(x)
+    assert not x.requires_grad
