@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ._auto import Watcher
 from ._autograd import Patterns
 from ._code import Executed, names_of, user_frame
 from ._entry import Entry, Refusal, Table, host_value
@@ -31,7 +32,7 @@ from ._results import TangledError
 from ._signature import Signature, TensorSpec, explain, likeness, refusal, specs_of
 from ._specification import root_of
 from ._survey import Survey
-from ._tree import tensors_of, tree_of
+from ._tree import Tree, tensors_of, tree_of
 from ._trial import Snapshot, is_large, trial
 from ._undo import UndoLog
 from ._watch import Watch, watching
@@ -58,6 +59,7 @@ _MANY_VALUES = 8
 _MANY_ENTRIES = 1024
 _RETRIES = 3
 _FEW_SCALARS = 4
+_MANY_SIZES = 16
 
 
 class Life:
@@ -82,6 +84,7 @@ class Life:
         self._scalars: dict[Any, set[tuple[Any, ...]]] = {}
         self._scalars_are_read = False
         self._numbers = Numbers()
+        self._watchers: dict[Any, Watcher] = {}
         self._gates: weakref.WeakValueDictionary[tuple[int, ...], Gate] = weakref.WeakValueDictionary()
 
     # -- finding
@@ -139,7 +142,7 @@ class Life:
         self.forget(entry)
 
     def _new(self, table: Table, key: Any, call: Call) -> Entry:
-        device, hosts, refused = self._placement(call)
+        device, hosts, refused = self.placement(call)
         entry = Entry(table.tree, key, device)
         entry.refusal = refused
         entry.label = _label(call)
@@ -155,7 +158,7 @@ class Life:
             self._trim()
         return entry
 
-    def _placement(self, call: Call) -> tuple[torch.device | None, list[int], Refusal | None]:
+    def placement(self, call: Call) -> tuple[torch.device | None, list[int], Refusal | None]:
         """The device to record on, the host scalars among the tensors, or why there is neither."""
         for path, tensor in zip(call.tree.tensor_paths, call.tensors, strict=True):
             why = refusal(tensor)
@@ -252,6 +255,8 @@ class Life:
         """Why no graph is worth it: something that a graph must take as fixed changes again and again."""
         if self._numbers.refusal() is not None:
             return self._numbers.refusal()
+        if self._watchers and (sizes := self._unsettled(entry)) is not None:
+            return sizes
         for name, times in self._rebinds.items() if entry.warmed >= self.options.warmup else ():
             if times >= _RETRIES:
                 return Refusal(
@@ -269,6 +274,32 @@ class Life:
         why = "nothing was captured" if nearest is None else explain(here, nearest)
         log.warning("%s: sealed, and no graph fits: %s", self.setting.name, why)
         return self.eagerly("sealed", call)
+
+    def _unsettled(self, entry: Entry) -> Refusal | None:
+        """Sizes that never settle end in few graphs, not in one per call."""
+        family = _family(entry.tree, [shape for shape, *_ in entry.key[2]])
+        watcher = self._watchers.get(family)
+        if watcher is None or watcher.exact_pays:
+            return None
+        alike = [e for e in self.ready if _family(e.tree, [shape for shape, *_ in e.key[2]]) == family]
+        if len(alike) < _MANY_SIZES:
+            return None
+        return Refusal(
+            "sizes",
+            advice=f"{'; '.join(watcher.ranges())}: a graph per size does not pay, and no more than {_MANY_SIZES} are"
+            ' captured while most sizes are new. Write `buckets="auto"`, or name the sizes in `buckets`',
+        )
+
+    def watcher(self, table: Table, tensors: Sequence[Tensor]) -> Watcher:
+        """What is known of the sizes of calls like this one."""
+        family = _family(table.tree, [t.shape for t in tensors])
+        if family not in self._watchers:
+            self._watchers[family] = Watcher(table.tree.tensor_paths, self.options.static_args)
+        return self._watchers[family]
+
+    def see(self, table: Table, tensors: Sequence[Tensor]) -> None:
+        """Note the sizes of a call whose sizes are not declared."""
+        self.watcher(table, tensors).see(tuple(t.shape for t in tensors))
 
     def refuse(self, refused: Refusal, call: Call) -> Any:
         """Make the result of a call that is not captured, or raise why it cannot be."""
@@ -678,10 +709,15 @@ class Life:
             )
 
 
+def _family(tree: Tree, shapes: Sequence[Sequence[int]]) -> tuple[Tree, tuple[int, ...]]:
+    """What calls have in common that differ in sizes only."""
+    return tree, tuple(map(len, shapes))
+
+
 def _label(call: Call) -> str:
     """A signature in a user's words."""
     parts = [
-        f"{path}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+        f"{path}: {str(t.dtype).removeprefix('torch.')}{'' if refusal(t) else list(t.shape)}"
         for path, t in zip(call.tree.tensor_paths, call.tensors, strict=True)
     ]
     parts += [

@@ -65,6 +65,8 @@ class Sizes:
     def __init__(self, life: Life, wanted: Specification, fills: Fills) -> None:
         self.life, self.wanted, self.fills = life, wanted, fills
         self._axes: dict[Any, Axes] = {}
+        self._laid: dict[Any, Specification] = {}
+        self._unsafe: set[Any] = set()
         self._learners: dict[Any, tuple[Learner, ...]] = {}
 
     # -- finding
@@ -73,9 +75,9 @@ class Sizes:
         """The entry of this exact size; that of the signature itself where nothing is bucketed."""
         entry: Sized | None = table.sized.get(key)
         if entry is None:
-            made = self._new(table, key, tensors)
-            if made is None:
-                return self.life.find(table, key, tensors, values)
+            made = self._new(table, key, tensors, values)
+            if not isinstance(made, Sized):
+                return made
             entry = made
         if entry.graph is not None and not (
             entry.holds() and (entry.admits is None or entry.admits(tensors))
@@ -86,14 +88,36 @@ class Sizes:
         return entry
 
     def axes_of(self, table: Table, tensors: Sequence[Tensor]) -> Axes:
-        """The bucketed sizes of calls like this one."""
-        ranks = tuple(t.dim() for t in tensors)
-        key = (table.tree, ranks)
-        if key not in self._axes:
-            self._axes[key] = self.wanted.axes_of(table.tree.tensor_paths, ranks)
-        return self._axes[key]
+        """The bucketed sizes of calls like this one.
 
-    def _new(self, table: Table, key: Any, tensors: Sequence[Tensor]) -> Sized | None:
+        Raises:
+            InputError: a dimension that a tensor does not have.
+        """
+        family = (table.tree, tuple(t.dim() for t in tensors))
+        if family not in self._axes:
+            wanted = self._laid.get(family, self.wanted)
+            self._axes[family] = wanted.axes_of(table.tree.tensor_paths, family[1])
+        return self._axes[family]
+
+    def _new(self, table: Table, key: Any, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Entry:
+        """The first call of a size."""
+        call = Call(table.tree, values, tensors)
+        if self.life.placement(call)[2] is None:
+            try:
+                entry = self._sized(table, key, tensors)
+            except InputError as error:
+                entry = None
+                self.life.find(table, key, tensors, values).refusal = Refusal("input", error)
+            if entry is not None:
+                if len(table.sized) >= _MANY:
+                    table.sized.clear()
+                table.sized[key] = entry
+                return entry
+        return self.life.find(table, key, tensors, values)
+
+    def _sized(self, table: Table, key: Any, tensors: Sequence[Tensor]) -> Sized | None:
+        if self.wanted.auto:
+            self._lay(table, tensors)
         axes = self.axes_of(table, tensors)
         if not axes.buckets:
             return None
@@ -106,10 +130,31 @@ class Sizes:
             entry.refusal = Refusal("empty")
         elif (shared := self._shared(table, entry.fit, key[3])) is not None:
             entry.refusal = Refusal("input", shared)
-        if len(table.sized) >= _MANY:
-            table.sized.clear()
-        table.sized[key] = entry
         return entry
+
+    def _lay(self, table: Table, tensors: Sequence[Tensor]) -> None:
+        """Lay buckets over sizes that vary, and lay them anew when a call does not fit."""
+        family = (table.tree, tuple(t.dim() for t in tensors))
+        watcher = self.life.watcher(table, tensors)
+        if family in self._unsafe or (family not in self._laid and watcher.exact_pays):
+            return
+        if family in self._laid and self._holds(self._axes[family], tensors):
+            return
+        found = watcher.proposal()
+        if found is not None:
+            self._laid[family] = found
+            self._axes.pop(family, None)
+            table.sized.clear()
+            self.life.say(
+                "auto",
+                f"{'; '.join(watcher.ranges())}: such calls share graphs from now on, as with\n{found}",
+            )
+
+    def _holds(self, axes: Axes, tensors: Sequence[Tensor]) -> bool:
+        try:
+            return axes.fit(axes.sizes([t.shape for t in tensors])) is not None
+        except InputError:  # sizes that were equal by chance
+            return False
 
     def choices(self, table: Table) -> list[tuple[Any, bool]]:
         """The fill of each tensor, and whether the user chose it."""
@@ -239,13 +284,24 @@ class Sizes:
                 check=self.life.options.check_padding,
             )
         except PaddingError as error:
-            bucket.refusal = Refusal("padding", error)
+            bucket.refusal = (
+                self._give_up(entry, call, error) if self.wanted.auto else Refusal("padding", error)
+            )
         except CaptureError as error:
             bucket.refusal = Refusal("uncapturable", error)
         else:
             self._share(entry, bucket)
 
             self._share(entry, bucket)
+
+    def _give_up(self, entry: Sized, call: Call, error: PaddingError) -> Refusal:
+        """Nobody asked for padding: where it would change results, sizes stay exact."""
+        family = (entry.tree, tuple(t.dim() for t in call.tensors))
+        self._unsafe.add(family)
+        self._laid.pop(family, None)
+        self._axes.pop(family, None)
+        entry.table.sized.clear()
+        return Refusal("padding", advice=f'its sizes vary, and `buckets="auto"` cannot pad them: {error}')
 
     def _share(self, entry: Sized, bucket: Entry) -> None:
         """What one bucket showed of the shapes of results, all know."""

@@ -46,6 +46,7 @@ class Runner:
         self._binder = binder_of(target)
         self._bind = self._binder.bind
         self._wanted, self._fills = sizes_wanted(options, self._binder)
+        self._watched = self._wanted is None or self._wanted.auto
         self._ambient, self._same_ambient = _ambient_of(self._backend)
         self._start()
         _runners.add(self)
@@ -127,6 +128,8 @@ class Runner:
         """The way of a call whose signature is not the last one: by its whole key."""
         key = (self._ambient(), tokens, table.specs(tensors), overlap(tensors))
         with self._pool.lock:
+            if self._watched:
+                self._life.see(table, tensors)
             entry = self._ways.find(table, key, tensors, values)
             if entry.graph is not None:
                 self._expect(entry, tensors)
