@@ -290,16 +290,18 @@ class Life:
             ' captured while most sizes are new. Write `buckets="auto"`, or name the sizes in `buckets`',
         )
 
-    def watcher(self, table: Table, tensors: Sequence[Tensor]) -> Watcher:
+    def watcher(self, table: Table, shapes: Sequence[Sequence[int]]) -> Watcher:
         """What is known of the sizes of calls like this one."""
-        family = _family(table.tree, [t.shape for t in tensors])
+        family = _family(table.tree, shapes)
         if family not in self._watchers:
             self._watchers[family] = Watcher(table.tree.tensor_paths, self.options.static_args)
         return self._watchers[family]
 
-    def see(self, table: Table, tensors: Sequence[Tensor]) -> None:
+    def see(self, table: Table, specs: Sequence[tuple[Any, ...]]) -> None:
         """Note the sizes of a call whose sizes are not declared."""
-        self.watcher(table, tensors).see(tuple(t.shape for t in tensors))
+        shapes = tuple(shape for shape, *_ in specs)
+        if None not in shapes:  # as those of a tensor that is refused
+            self.watcher(table, shapes).see(shapes)
 
     def refuse(self, refused: Refusal, call: Call) -> Any:
         """Make the result of a call that is not captured, or raise why it cannot be."""

@@ -135,7 +135,7 @@ class Sizes:
     def _lay(self, table: Table, tensors: Sequence[Tensor]) -> None:
         """Lay buckets over sizes that vary, and lay them anew when a call does not fit."""
         family = (table.tree, tuple(t.dim() for t in tensors))
-        watcher = self.life.watcher(table, tensors)
+        watcher = self.life.watcher(table, [t.shape for t in tensors])
         if family in self._unsafe or (family not in self._laid and watcher.exact_pays):
             return
         if family in self._laid and self._holds(self._axes[family], tensors):

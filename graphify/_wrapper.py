@@ -129,7 +129,7 @@ class Runner:
         key = (self._ambient(), tokens, table.specs(tensors), overlap(tensors))
         with self._pool.lock:
             if self._watched:
-                self._life.see(table, tensors)
+                self._life.see(table, key[2])
             entry = self._ways.find(table, key, tensors, values)
             if entry.graph is not None:
                 self._expect(entry, tensors)
