@@ -23,6 +23,7 @@ __all__ = [
     "entries",
     "hyperparameters",
     "is_plain",
+    "item_name",
     "nothing",
     "same",
     "truncate",
@@ -168,6 +169,11 @@ def entries(state: dict[Any, Any]) -> Iterable[Any]:
         return itertools.chain.from_iterable(map(dict.values, state.values()))
     nested = (held.values() if isinstance(held, dict) else (held,) for held in state.values())
     return itertools.chain.from_iterable(nested)
+
+
+def item_name(container: str, key: Any) -> str:
+    """An item as code; printing a key that is no plain value may run anything, a tensor's reads the device."""
+    return f"{container}[{key!r}]" if is_plain(key) else f"{container}[<{type(key).__name__}>]"
 
 
 def hyperparameters(optimizer: Optimizer, name: str) -> Iterator[Place]:

@@ -32,6 +32,7 @@ from ._places import (
     entries,
     hyperparameters,
     is_plain,
+    item_name,
     nothing,
     same,
     truncate,
@@ -248,7 +249,7 @@ class Survey:
             self.bulk.append(Bulk.of(value, name))
             return
         self._size(value, name)
-        self._add_all(Place(value, key, "item", f"{name}[{key!r}]") for key in list(value))
+        self._add_all(Place(value, key, "item", item_name(name, key)) for key in list(value))
 
     def _walk_sequence(self, value: Sequence[Any], name: str) -> None:
         if len(value) > _BULK and all(map(is_plain, value)) and not isinstance(value, tuple):
@@ -347,7 +348,7 @@ class Survey:
             self._reach(part, f"{name}.maps[{i}]")
 
     def _walk_proxy(self, value: types.MappingProxyType[Any, Any], name: str) -> None:
-        self._add_all(Place(value, key, "item", f"{name}[{key!r}]") for key in list(value))
+        self._add_all(Place(value, key, "item", item_name(name, key)) for key in list(value))
 
     def _size(self, container: Any, name: str) -> None:
         self._seen[id(container)] = container

@@ -604,3 +604,16 @@ def test_footgun_new_object_workaround(backend, device):
     for x in [t.to(device) for t in rows(3)]:
         equal(x * 2.0, fresh(x, Options(2.0)))
     assert counts(fresh)[:3] == (1, 1, 3)
+
+
+def test_footgun_dict_keyed_by_tensors_or_objects_that_cannot_be_printed(backend, device):
+    """Keys of any kind are looked at, never printed: printing a tensor reads it in the middle of a capture."""
+
+    class Silent:
+        def __repr__(self) -> str:
+            raise AssertionError("printed")
+
+    weight = nn.Parameter(torch.ones(3, device=device))
+    scales = {weight: 2.0, Silent(): 3.0}
+    calls = [(x,) for x in rows(3)]
+    follows_eager(calls, backend, device, target=lambda x: x * scales[weight])
