@@ -613,7 +613,9 @@ def test_footgun_dict_keyed_by_tensors_or_objects_that_cannot_be_printed(backend
         def __repr__(self) -> str:
             raise AssertionError("printed")
 
-    weight = nn.Parameter(torch.ones(3, device=device))
-    scales = {weight: 2.0, Silent(): 3.0}
-    calls = [(x,) for x in rows(3)]
-    follows_eager(calls, backend, device, target=lambda x: x * scales[weight])
+    def make() -> Callable[[Tensor], Tensor]:
+        weight = nn.Parameter(torch.ones(3, device=device))
+        scales = {weight: 2.0, Silent(): 3.0}
+        return lambda x: x * scales[weight]
+
+    follows_eager([(x,) for x in rows(3)], backend, device, make=make)
