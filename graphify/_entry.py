@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from ._autograd import Patterns
+from ._axes import Axes
 from ._graph import Graph
 from ._guards import Guard, Miss
 from ._instances import Instances
 from ._layout import family_key
 from ._places import Place
+from ._signature import overlap
 from ._tree import Tree
 
 __all__ = ["Entry", "Refusal", "Table", "host_value"]
@@ -57,11 +59,25 @@ class Entry:
         """Whether a run writes outside memory that no trial puts back."""
         self.capacity: tuple[int, ...] = ()
         self.addresses: tuple[tuple[int, int], ...] = ()
+        self.bucket: Entry | None = None
+        """Whose graph this one uses for calls of one exact size."""
         self.opaque: list[weakref.ref[Any]] = []
         self.admits: Callable[[Sequence[Tensor]], bool] | None = None
         self.holds: Callable[[], bool] = _always
         self.matches: Callable[..., bool] = _never
         self.same_ambient: Callable[[], bool] = _never
+
+    def serves(self, tree: Tree, tensors: tuple[Tensor, ...], tokens: tuple[Any, ...]) -> bool:
+        """Whether this entry's graph, if it has one, replays this very call; the cheapest tests by which it can be known, in order of cost."""
+        return (
+            self.tree is tree
+            and self.key[1] == tokens
+            and self.same_ambient()
+            and self.matches(*tensors)
+            and overlap(tensors) == self.key[3]
+            and self.holds()
+            and (self.admits is None or self.admits(tensors))
+        )
 
     def device_or_raise(self) -> torch.device:
         """The device to record on; an entry without one was refused."""
@@ -165,8 +181,19 @@ class Table:
         self.tree, self.specs = tree, specs
         self.unpack = tree.unpack
         self.entries: dict[Any, list[Entry]] = {}
-        self.sized: dict[Any, Any] = {}
+        self.sized: dict[Any, Entry] = {}
         """What is known of calls of one exact size, where sizes are bucketed."""
+        self.axes: Axes | None = None
+        self.recent: dict[tuple[int, ...], Entry] = {}
+        """The entry that the last call of these sizes had."""
+
+    def forget_sizes(self) -> None:
+        """Begin anew with calls of exact sizes."""
+        for entry in self.sized.values():
+            entry.drop()
+        self.sized.clear()
+        self.recent.clear()
+        self.axes = None
 
     def add(self, entry: Entry) -> None:
         """Remember an entry under its key."""

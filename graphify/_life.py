@@ -95,6 +95,9 @@ class Life:
         # One step, for threads that call at once: two tables would capture everything twice.
         return self.tables.setdefault(tree.spec, Table(tree, specs_of(len(tree.tensor_paths))))
 
+    def recent(self, table: Table, tensors: Sequence[Tensor]) -> Entry | None:
+        """Nothing: sizes are no key where they are not declared."""
+
     def find(self, table: Table, key: Any, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Entry:
         """The entry that speaks of this call; a new one when none does."""
         sibling = None
@@ -635,8 +638,7 @@ class Life:
         """A user writes into this static input: it is not copied onto itself, and its tail is never known to be clean."""
         self.setting.lent.add(path)
         for table in self.tables.values():
-            for sized in table.sized.values():
-                sized.drop()
+            table.forget_sizes()
         for entry in self.ready:
             if isinstance(entry.graph, Graph):
                 self.retired_replays += sum(fit.replays for fit in entry.graph.fits.values())

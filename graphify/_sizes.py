@@ -50,7 +50,6 @@ class Sized(Entry):
         super().__init__(table.tree, key, None)
         self.table, self.fit, self.choices = table, fit, fills
         self.fills = [fill for fill, _ in fills]
-        self.bucket: Entry | None = None
 
     def follow(self, bucket: Entry, graph: Any) -> None:
         """Use this graph for as long as the bucket does and its guard holds."""
@@ -71,9 +70,20 @@ class Sizes:
 
     # -- finding
 
+    def recent(self, table: Table, tensors: Sequence[Tensor]) -> Entry | None:
+        """The entry that the last call of these sizes had."""
+        try:
+            live = None if table.axes is None else table.axes.live(tensors)
+        except InputError:  # which the whole way says by itself
+            return None
+        entry = None if live is None else table.recent.get(live)
+        if entry is not None and entry.bucket is not None:
+            self.life.touch(entry.bucket)
+        return entry
+
     def find(self, table: Table, key: Any, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Entry:
         """The entry of this exact size; that of the signature itself where nothing is bucketed."""
-        entry: Sized | None = table.sized.get(key)
+        entry = table.sized.get(key)
         if entry is None:
             made = self._new(table, key, tensors, values)
             if not isinstance(made, Sized):
@@ -83,8 +93,9 @@ class Sizes:
             entry.holds() and (entry.admits is None or entry.admits(tensors))
         ):
             entry.drop()
-        if entry.bucket is not None:
+        if isinstance(entry, Sized) and entry.bucket is not None:
             self.life.touch(entry.bucket)
+            table.axes, table.recent[entry.fit.live] = entry.fit.axes, entry
         return entry
 
     def axes_of(self, table: Table, tensors: Sequence[Tensor]) -> Axes:
@@ -110,7 +121,7 @@ class Sizes:
                 self.life.find(table, key, tensors, values).refusal = Refusal("input", error)
             if entry is not None:
                 if len(table.sized) >= _MANY:
-                    table.sized.clear()
+                    table.forget_sizes()
                 table.sized[key] = entry
                 return entry
         return self.life.find(table, key, tensors, values)
@@ -144,7 +155,7 @@ class Sizes:
         if found is not None:
             self._laid[family] = found
             self._axes.pop(family, None)
-            table.sized.clear()
+            table.forget_sizes()
             self.life.say(
                 "auto",
                 f"{'; '.join(watcher.ranges())}: such calls share graphs from now on, as with\n{found}",
@@ -300,7 +311,7 @@ class Sizes:
         self._unsafe.add(family)
         self._laid.pop(family, None)
         self._axes.pop(family, None)
-        entry.table.sized.clear()
+        entry.table.forget_sizes()
         return Refusal("padding", advice=f'its sizes vary, and `buckets="auto"` cannot pad them: {error}')
 
     def _share(self, entry: Sized, bucket: Entry) -> None:

@@ -83,17 +83,8 @@ class Runner:
                 assert found is not None
             tensors, tokens = found
             entry = self._last
-            graph = entry.graph
-            if (
-                graph is not None
-                and entry.tree is table.tree
-                and entry.key[1] == tokens
-                and entry.same_ambient()
-                and entry.matches(*tensors)
-                and overlap(tensors) == entry.key[3]
-                and entry.holds()
-                and (entry.admits is None or entry.admits(tensors))
-            ):
+            graph = entry.graph  # read once: another thread may drop it
+            if graph is not None and entry.serves(table.tree, tensors, tokens):
                 return graph(tensors, values)
             return self._look_up(table, tensors, tokens, values)
         except BaseException:
@@ -125,7 +116,12 @@ class Runner:
     def _look_up(
         self, table: Table, tensors: tuple[Tensor, ...], tokens: tuple[Any, ...], values: tuple[Any, ...]
     ) -> Any:
-        """The way of a call whose signature is not the last one: by its whole key."""
+        """The way of a call whose signature is not the last one: by its sizes, else by its whole key."""
+        recent = self._ways.recent(table, tensors)
+        graph = recent.graph if recent is not None else None
+        if recent is not None and graph is not None and recent.serves(table.tree, tensors, tokens):
+            self._last = recent
+            return graph(tensors, values)
         key = (self._ambient(), tokens, table.specs(tensors), overlap(tensors))
         with self._pool.lock:
             if self._watched:
