@@ -3,96 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["Cut", "Learner", "Observed"]
+from ._forms import Base, Form, Forms, observed, plain_layout
+from ._padding import Fit
+from ._rules import Rule, Seen, Sizes, fitting
 
-Sizes = tuple[int, ...]
-"""The size of each axis in one run."""
-
-
-class Observed(NamedTuple):
-    """The shape that a result had in a run at these sizes."""
-
-    sizes: Sizes
-    shape: tuple[int, ...]
-
-
-class Kept(NamedTuple):
-    """A dimension that no bucketed size changes."""
-
-    size: int
-
-    def size_at(self, sizes: Sizes) -> int | None:
-        """How long it is at these sizes."""
-        return self.size
-
-    def cut(self, result: Tensor, dim: int, live: Sizes, full: Sizes) -> Tensor:
-        """The live part of a result along it."""
-        return result
-
-
-class Follows(NamedTuple):
-    """A dimension that is one axis, or a few elements more, the live ones first."""
-
-    axis: int
-    more: int = 0
-
-    def size_at(self, sizes: Sizes) -> int | None:
-        """How long it is at these sizes."""
-        return max(0, sizes[self.axis] + self.more)
-
-    def cut(self, result: Tensor, dim: int, live: Sizes, full: Sizes) -> Tensor:
-        """The live part of a result along it."""
-        return result.narrow(dim, 0, max(0, live[self.axis] + self.more))
-
-
-class Product(NamedTuple):
-    """Several axes in one dimension, the first slowest; a factor below 0 is a fixed count of elements."""
-
-    factors: tuple[int, ...]
-
-    def size_at(self, sizes: Sizes) -> int | None:
-        """How long it is at these sizes."""
-        return math.prod(sizes[f] if f >= 0 else -f for f in self.factors)
-
-    def cut(self, result: Tensor, dim: int, live: Sizes, full: Sizes) -> Tensor:
-        """The live part of a result along it, which lies in pieces: one dimension per factor."""
-        cut: Tensor = result.unflatten(dim, [full[f] if f >= 0 else -f for f in self.factors])  # type: ignore[no-untyped-call]
-        for place, factor in enumerate(self.factors):
-            if factor >= 0:
-                cut = cut.narrow(dim + place, 0, live[factor])
-        return cut
-
-
-class Seen:
-    """A dimension of sizes that follow no rule: those met so far, the live elements first."""
-
-    def __init__(self) -> None:
-        self.known: dict[Sizes, int] = {}
-
-    def size_at(self, sizes: Sizes) -> int | None:
-        """How long it is at these sizes; None where no run has shown it."""
-        return self.known.get(sizes)
-
-    def cut(self, result: Tensor, dim: int, live: Sizes, full: Sizes) -> Tensor:
-        """The live part of a result along it."""
-        return result.narrow(dim, 0, self.known[live])
-
-
-Rule = Kept | Follows | Product | Seen
+__all__ = ["Cut", "Learner", "Way", "teach"]
 
 
 class Cut(NamedTuple):
     """One way to cut a result: a rule per dimension."""
 
     rules: tuple[Rule, ...]
-    keeps_strides: bool = True
-    """Whether results of a bucket have eager's strides, so that a view of them does, too."""
 
     def shape_at(self, sizes: Sizes) -> tuple[int, ...] | None:
         """The shape of the result in a run at these sizes; None when no run has shown it."""
@@ -112,87 +39,148 @@ class Cut(NamedTuple):
         return part if part.shape == shape else part.reshape(shape)
 
 
-class Learner:
-    """What runs of several sizes taught about the shape of one result.
+class Way(NamedTuple):
+    """How a result of a bucket becomes that of a call: its live part, and where eager has it in memory."""
 
-    Sizes at which all cuts that explain every run agree are known without a run; others must be run once.
+    cut: Cut
+    base: Base
+    form: Form
+
+
+class Learner:
+    """What runs of several sizes taught about one result.
+
+    Sizes at which all rules that explain every run agree are known without a run; others must be run once.
     """
 
     def __init__(self) -> None:
-        self.keeps_strides = True
         self._runs: dict[Sizes, tuple[int, ...]] = {}
-        self._chosen: list[Cut] | None = None
-        self._seen: list[Seen] = []
+        self._rules: list[list[Rule]] = []
+        self._forms: dict[Hashable, Forms] = {}
 
     def note(self, sizes: Sizes, shape: Sequence[int]) -> None:
-        """Learn from a run."""
-        if self._runs.setdefault(sizes, tuple(shape)) != tuple(shape):
-            raise AssertionError("one size has one shape")
-        self._seen = self._seen or [Seen() for _ in shape]
-        for seen, size in zip(self._seen, shape, strict=True):
-            seen.known[sizes] = size
-        if self._chosen is not None:
-            self._chosen = [cut for cut in self._chosen if self._explains(cut)] or list(self._every())
+        """Learn a shape from a run."""
+        self._runs[sizes] = tuple(shape)
+        if not self._rules:
+            self._rules = [fitting([(sizes, size)]) for size in shape]
+        self._rules = [
+            [rule for rule in rules if rule.size_at(sizes) == shape[dim]] or [self._seen(dim)]
+            for dim, rules in enumerate(self._rules)
+        ]
+
+    def note_form(self, sizes: Sizes, layout: Hashable, base: Base, form: Form) -> None:
+        """Learn from a run whose arguments have this layout where its result lay."""
+        if layout not in self._forms:
+            self._forms[layout] = Forms(base)
+        self._forms[layout].note(sizes, base, form)
+
+    def is_outside(self) -> bool:
+        """Whether the result is memory that the function has from outside."""
+        return any(forms.base.kind == "outside" for forms in self._forms.values())
 
     def agrees(self, other: Learner) -> bool:
-        """Whether no run of the other contradicts a run of this one."""
-        ranks = {len(shape) for learner in (self, other) for shape in learner._runs.values()}
-        return len(ranks) == 1 and all(self._runs.get(s, n) == n for s, n in other._runs.items())
+        """Whether one set of rules explains the runs of both."""
+        if {len(shape) for shape in (*self._runs.values(), *other._runs.values())} != {len(self._rules)}:
+            return False
+        return all(
+            any(rule.size_at(sizes) == shape[dim] for rule in rules)
+            for dim, rules in enumerate(self._common(other))
+            for sizes, shape in other._runs.items()
+        ) and all(self._common(other))
 
     def merge(self, other: Learner) -> None:
-        """Learn what another one did."""
-        for sizes, shape in other._runs.items():
-            self.note(sizes, shape)
-        self.choose(self.candidates(), keeps_strides=other.keeps_strides)
+        """Learn what another one did, its choice among the rules included."""
+        self._rules = self._common(other)
+        self._runs |= other._runs
+        for layout, forms in other._forms.items():
+            if layout in self._forms:
+                self._forms[layout].merge(forms)
+            else:
+                self._forms[layout] = forms
 
-    def candidates(self) -> list[Cut]:
-        """The cuts that explain every run, the plainest first."""
-        if self._chosen is None:
-            self._chosen = list(self._every())
-        return self._chosen
+    def cuts(self, fit: Fit) -> list[Cut]:
+        """The cuts that explain every run, one of those that do the same here."""
+        return [Cut(rules) for rules in itertools.product(*(g.values() for g in self._groups(fit)))]
 
-    def choose(self, cuts: list[Cut], *, keeps_strides: bool) -> None:
-        """Keep only these of the candidates: values told them from the others."""
-        self.keeps_strides = self.keeps_strides and keeps_strides
-        self._chosen = [cut._replace(keeps_strides=self.keeps_strides) for cut in cuts]
+    def choose(self, fit: Fit, cuts: Sequence[Cut]) -> None:
+        """Keep only what does the same here as one of these: values told them from the others."""
+        self._rules = [
+            [rule for rule in rules if _action(rule, size, fit) in wanted]
+            for rules, size, wanted in zip(
+                self._rules,
+                self._runs[fit.full],
+                [
+                    {_action(cut.rules[dim], size, fit) for cut in cuts}
+                    for dim, size in enumerate(self._runs[fit.full])
+                ],
+                strict=True,
+            )
+        ]
 
-    def cut_for(self, live: Sizes) -> Cut | None:
-        """How to cut results to these sizes; None when a run must show it first."""
-        if live in self._runs:
-            fitting = [c for c in self.candidates() if c.shape_at(live) == self._runs[live]]
-            return fitting[0] if fitting else None
-        shapes = {cut.shape_at(live) for cut in self.candidates()}
-        return self.candidates()[0] if len(shapes) == 1 and None not in shapes else None
+    def is_clear(self, fit: Fit) -> bool:
+        """Whether rules that agree on the shape also agree on the part that is live."""
+        if self._shape_at(fit.live) is None or self._shape_at(fit.full) is None:
+            return True
+        return all(len(group) == 1 for group in self._groups(fit))
 
-    def _explains(self, cut: Cut) -> bool:
-        return all(cut.shape_at(sizes) == shape for sizes, shape in self._runs.items())
+    def way(self, fit: Fit, layout: Hashable) -> Way | None:
+        """How results become those of such a call; None when a run must show it first."""
+        shape, forms = self._shape_at(fit.live), self._forms.get(layout)
+        if shape is None or forms is None or self._shape_at(fit.full) is None:
+            return None
+        form = forms.at(fit.live, shape)
+        return None if form is None else Way(self.cuts(fit)[0], forms.base, form)
 
-    def _every(self) -> Iterator[Cut]:
-        """Every cut that explains every run; where no rule does, the sizes seen."""
-        for rules in itertools.product(*map(self._rules, range(len(self._seen)))):
-            yield Cut(rules, self.keeps_strides)
+    def _shape_at(self, sizes: Sizes) -> tuple[int, ...] | None:
+        found = [{rule.size_at(sizes) for rule in rules} for rules in self._rules]
+        known = [next(iter(each)) for each in found if len(each) == 1]
+        shape = tuple(size for size in known if size is not None)
+        return shape if len(shape) == len(self._rules) else None
 
-    def _rules(self, dim: int) -> list[Rule]:
-        runs = [(sizes, shape[dim]) for sizes, shape in self._runs.items()]
-        return _fitting(runs) or [self._seen[dim]]
+    def _groups(self, fit: Fit) -> list[dict[Hashable, Rule]]:
+        """Per dimension, a rule for each thing that can be done to it here."""
+        shape = self._runs.get(fit.full) or self._shape_at(fit.full) or ()
+        return [
+            {_action(rule, size, fit): rule for rule in reversed(rules)}
+            for rules, size in zip(self._rules, shape, strict=True)
+        ]
+
+    def _seen(self, dim: int) -> Seen:
+        seen = Seen()
+        seen.known = {sizes: shape[dim] for sizes, shape in self._runs.items()}
+        return seen
+
+    def _common(self, other: Learner) -> list[list[Rule]]:
+        return [
+            [rule for rule in mine if rule in theirs]
+            for mine, theirs in zip(self._rules, other._rules, strict=True)
+        ]
 
 
-def _fitting(runs: Sequence[tuple[Sizes, int]]) -> list[Rule]:
-    """The rules for one dimension that explain all of these runs."""
-    if len({size for _, size in runs}) == 1:
-        return [Kept(runs[0][1])]
-    axes, (sizes, size) = range(len(runs[0][0])), runs[0]
-    rules: list[Rule] = [Follows(axis, size - sizes[axis]) for axis in axes]
-    for count in range(1, len(sizes) + 1):
-        for some in itertools.combinations(axes, count):
-            rules += _products(some, sizes, size)
-    return [rule for rule in rules if all(rule.size_at(s) == n for s, n in runs)]
+def _action(rule: Rule, size: int, fit: Fit) -> Hashable:
+    """What a rule does to a dimension of this size, equal for rules that keep the same elements in one order."""
+    kept = rule.cut(torch.empty(size, device="meta"), 0, fit.live, fit.full)
+    steps: list[tuple[int, int]] = []
+    for count, stride in zip(kept.shape, kept.stride(), strict=True):
+        if count == 1:
+            continue
+        if steps and steps[-1][1] == count * stride:
+            steps[-1] = (steps[-1][0] * count, stride)
+        else:
+            steps.append((count, stride))
+    return int(kept.storage_offset()), kept.numel(), tuple(steps)
 
 
-def _products(axes: tuple[int, ...], sizes: Sizes, size: int) -> Iterator[Rule]:
-    elements = math.prod(sizes[axis] for axis in axes)
-    if elements and size % elements == 0:
-        times = size // elements
-        factors = axes if times == 1 else (*axes, -times)
-        if len(factors) > 1:
-            yield from map(Product, itertools.permutations(factors))
+def teach(
+    learners: Sequence[Learner],
+    sizes: Sizes,
+    results: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    is_outside: Callable[[int, Tensor], bool],
+) -> None:
+    """Learn from a run at these sizes."""
+    layout = plain_layout(tensors)
+    found = observed(results, tensors, is_outside)
+    for learner, (base, form) in zip(learners, found, strict=True):
+        learner.note(sizes, form.shape)
+        learner.note_form(sizes, layout, base, form)

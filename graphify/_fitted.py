@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._cuts import Cut
+from ._cut_plan import CutPlan, cut_results
+from ._cuts import Way
 from ._flats import Flats, Tail
-from ._graph import Call, Graph, Outcome, Setting, plan_delivery
+from ._graph import Call, Graph, Setting, plan_delivery
 from ._inputs import StaticInputs
 from ._layout import is_dense
 from ._padding import Fit
-from ._results import Copied, Maker, ResultPlan, lending
+from ._results import lending
 from ._specification import same_path
 from ._tree import Tree, tree_of
 from ._undo import version_of
 from .backends.base import Copy
 
-__all__ = ["CutPlan", "Padded", "fitted", "through_padding"]
+__all__ = ["Padded", "fitted", "through_padding"]
 
 Sources = Sequence[Tensor]
 
@@ -30,21 +30,21 @@ class Padded:
     """A bucket's graphs whose results need gradients, for calls of one size: padded before, cut after."""
 
     def __init__(
-        self, graph: Any, fit: Fit, cuts: Sequence[Cut] | None, fills: Sequence[Any], tree: Tree
+        self, graph: Any, fit: Fit, ways: Sequence[Way] | None, fills: Sequence[Any], tree: Tree
     ) -> None:
-        self.graph, self.fit, self.cuts, self.fills, self.tree = graph, fit, cuts, fills, tree
+        self.graph, self.fit, self.ways, self.fills, self.tree = graph, fit, ways, fills, tree
         self.conflicts: frozenset[int] = graph.conflicts
         self.step: None = None
 
     def __call__(self, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Any:
         """Replay a graph of the bucket for these tensors."""
-        return through_padding(self.graph, self.fit, self.cuts, self.fills, Call(self.tree, values, tensors))
+        return through_padding(self.graph, self.fit, self.ways, self.fills, Call(self.tree, values, tensors))
 
 
 def through_padding(
     graph: Callable[[tuple[Tensor, ...], tuple[Any, ...]], Any],
     fit: Fit,
-    cuts: Sequence[Cut] | None,
+    ways: Sequence[Way] | None,
     fills: Sequence[Any],
     call: Call,
 ) -> Any:
@@ -55,7 +55,7 @@ def through_padding(
     for leaf, (mine, static) in enumerate(zip(call.tensors, padded, strict=True)):
         if mine is not static and (static.is_inference() or version_of(static) != versions[leaf]):
             _write_back(mine, fit.lives(leaf, static))
-    return _cut_result(result, fit, cuts, call.tensors, padded)
+    return _cut_result(result, fit, ways, call.tensors, padded)
 
 
 def _write_back(mine: Tensor, live: Tensor) -> None:
@@ -65,54 +65,23 @@ def _write_back(mine: Tensor, live: Tensor) -> None:
             mine.copy_(live)
 
 
-def _cut_result(result: Any, fit: Fit, cuts: Sequence[Cut] | None, tensors: Sources, padded: Sources) -> Any:
+def _cut_result(result: Any, fit: Fit, ways: Sequence[Way] | None, tensors: Sources, padded: Sources) -> Any:
+    if ways is None and all(mine is static for mine, static in zip(tensors, padded, strict=True)):
+        return result
     roots = (result,)
     tree = tree_of(roots, ["output"])
     found = tree.unpack(roots)
     assert found is not None, "a value has the structure that was read off it"
-    own = {id(p): t for p, t in zip(padded, tensors, strict=True)}
-    made: dict[int, Tensor] = {}
-    for tensor, cut in zip(found[0], cuts or itertools.repeat(None, len(found[0])), strict=True):
-        if id(tensor) not in made:
-            made[id(tensor)] = own.get(id(tensor), tensor if cut is None else _cut(tensor, cut, fit))
-    return tree.rebuild([made[id(t)] for t in found[0]], tree.consts(roots))[0]
-
-
-def _cut(tensor: Tensor, cut: Cut, fit: Fit) -> Tensor:
-    live = cut(tensor, fit.live, fit.full)
-    if live.shape == tensor.shape:
-        return tensor
-    # A view that lies as in eager stays one; else it would show strides of the bucket.
-    return live if cut.keeps_strides and not is_dense(live) else live.clone()
-
-
-class CutPlan(ResultPlan):
-    """Results of a bucket, cut: where a cut has other strides than eager's, it is a dense copy by itself."""
-
-    def __init__(
-        self,
-        results: Sources,
-        statics: Sources,
-        outside: Sequence[tuple[Tensor, Tensor]],
-        apart: dict[int, tuple[int, ...]],
-    ) -> None:
-        self._apart = apart
-        """Shapes of the results, by the identity of what is to be copied."""
-        super().__init__(results, statics, outside)
-
-    def _from_copy(self, result: Tensor, key: int) -> Maker:
-        shape = self._apart.get(id(result))
-        if shape is None:
-            return super()._from_copy(result, key)
-        self.copied.append(result)
-        position = len(self.copied) - 1
-        if result.shape == shape:
-            return Copied(position)
-        return lambda sources, fresh, tied: fresh[position].reshape(shape)
+    if ways is None:
+        own = {id(p): t for p, t in zip(padded, tensors, strict=True)}
+        made = [own.get(id(t), t) for t in found[0]]
+    else:
+        made = cut_results(found[0], ways, tensors, fit)
+    return tree.rebuild(made, tree.consts(roots))[0]
 
 
 def fitted(
-    graph: Graph, setting: Setting, fit: Fit, cuts: Sequence[Cut] | None, fills: Sequence[Any], tree: Tree
+    graph: Graph, setting: Setting, fit: Fit, ways: Sequence[Way] | None, fills: Sequence[Any], tree: Tree
 ) -> Graph:
     """The graph of a bucket for calls of one size; a call of it costs what a call of any graph does."""
     assert graph.outcome is not None, "the recording kept what it returned"
@@ -121,7 +90,7 @@ def fitted(
     made.kept, made.bumped, made.unguarded = graph.kept, graph.bumped, graph.unguarded
     lives = _lives(fit, inputs.tensors)
     made.mutated = [(i, lives[i]) for i, _ in graph.mutated]
-    plan = _cut_plan(graph.outcome, inputs.tensors, lives, fit, cuts)
+    plan = CutPlan(graph.outcome, ways or (), inputs.tensors, lives, fit)
     lent = setting.static_outputs and all(map(is_dense, plan.copied))
     theirs = {i for i, path in enumerate(tree.tensor_paths) if same_path(path) in setting.lent}
     copies = _copies(inputs, lives, fit, theirs)
@@ -153,30 +122,6 @@ def _lives(fit: Fit, statics: Sources) -> list[Tensor]:
         for i, static in enumerate(statics):
             lives.setdefault(id(static), static if fit.is_full else fit.lives(i, static))
     return [lives[id(static)] for static in statics]
-
-
-def _cut_plan(
-    outcome: Outcome, statics: Sources, lives: Sources, fit: Fit, cuts: Sequence[Cut] | None
-) -> CutPlan:
-    """Where the results of calls of this size come from."""
-    own = {id(static): live for static, live in zip(statics, lives, strict=True)}
-    made: dict[int, Tensor] = {}
-    apart: dict[int, tuple[int, ...]] = {}
-    for result, cut in zip(
-        outcome.tensors, cuts or itertools.repeat(None, len(outcome.tensors)), strict=True
-    ):
-        if id(result) in made:
-            continue
-        made[id(result)] = own.get(id(result), result)
-        if cut is not None and id(result) not in own:
-            part, shape = cut.part(result.detach(), fit.live, fit.full), cut.shape_at(fit.live)
-            assert shape is not None, "only a cut that is known is made"
-            if part.shape != result.shape:
-                made[id(result)] = part
-                if not cut.keeps_strides or part.shape != shape:
-                    apart[id(part)] = shape
-    results = [made[id(result)] for result in outcome.tensors]
-    return CutPlan(results, lives, outcome.outside, apart)
 
 
 class _Behind(NamedTuple):

@@ -7,7 +7,16 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["family_key", "first_byte", "is_dense", "overlaps_itself", "span", "view_of", "with_bits"]
+__all__ = [
+    "family_key",
+    "first_byte",
+    "flipped",
+    "is_dense",
+    "overlaps_itself",
+    "span",
+    "view_of",
+    "with_bits",
+]
 
 
 def family_key(tensor: Tensor) -> int:
@@ -58,13 +67,19 @@ def view_of(base: Tensor, like: Tensor, byte: int, size: Sequence[int], stride: 
     if base.dtype == like.dtype:
         view = base.as_strided(size, stride, offset)
     else:
-        view = torch.empty(0, dtype=like.dtype, device=base.device)
+        with torch.inference_mode(base.is_inference()):
+            view = torch.empty(0, dtype=like.dtype, device=base.device)
         view.set_(base.untyped_storage(), offset, size, stride)
     return with_bits(view, like)
 
 
 def with_bits(tensor: Tensor, like: Tensor) -> Tensor:
     """A view with the conjugate and negative bits flipped where `like` has them set."""
-    if like.is_conj():
+    return flipped(tensor, conj=like.is_conj(), neg=like.is_neg())
+
+
+def flipped(tensor: Tensor, *, conj: bool, neg: bool) -> Tensor:
+    """A view with these bits flipped."""
+    if conj:
         tensor = tensor.conj()
-    return torch._neg_view(tensor) if like.is_neg() else tensor
+    return torch._neg_view(tensor) if neg else tensor

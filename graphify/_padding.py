@@ -95,6 +95,10 @@ class Fit(NamedTuple):
         """Whether nothing is padded."""
         return self.live == self.full
 
+    def is_as_is(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a call's own tensors are what its bucket takes."""
+        return self.is_full and all(_is_plain(tensors[leaf]) for leaf in self.dims())
+
     def dims(self) -> dict[int, list[tuple[int, int]]]:
         """The bucketed dimensions of each leaf that has some, each with its axis."""
         found: dict[int, list[tuple[int, int]]] = {}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ._autograd import unhooked
-from ._cuts import Learner
+from ._cuts import Learner, teach
 from ._graph import Call
-from ._layout import family_key
+from ._layout import family_key, first_byte, span, view_of
 from ._life import Life
 from ._nearness import unlike
 from ._optimizers import steps
@@ -31,7 +31,7 @@ __all__ = ["Proof", "prove"]
 _FIX = "mask the padded rows, give `pad=` a value that they ignore, or take this dimension out of `buckets`"
 _SIZE = "padding adds rows: a size that is used as a number is the bucket's, and each padded row takes part"
 
-Cutter = Callable[[list[Tensor]], list[Tensor]]
+Cutter = Callable[[list[Tensor], Watch, Sequence[Tensor]], list[Tensor]]
 
 
 class Proof(NamedTuple):
@@ -46,13 +46,16 @@ class Proof(NamedTuple):
     said: str
     """Why something was not compared; empty when all was."""
 
+    def is_clear(self, fit: Fit) -> bool:
+        """Whether the runs so far tell which part of each result is live in calls of this size."""
+        return all(learner.is_clear(fit) for learner in self.cuts)
+
 
 class _Run(NamedTuple):
     """What one trial run left, copied before it was undone."""
 
     tree: Tree
     tokens: tuple[Any, ...]
-    shapes: list[tuple[int, ...]]
     results: list[Tensor]
     state: dict[str, Tensor]
     arguments: list[Tensor]
@@ -108,6 +111,24 @@ def _from_batch(buffer: Tensor, live: tuple[int, ...]) -> None:
             buffer.narrow(dim, size, behind).copy_(buffer.index_select(dim, rows))
 
 
+def _copies(tensors: Sequence[Tensor], mine: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Copies, laid out alike, that a run may write and take gradients of; one tensor given twice stays one."""
+    made: dict[int, Tensor] = {}
+    for tensor, own in zip(tensors, mine, strict=True):
+        if id(tensor) not in made:
+            with torch.inference_mode(own.is_inference()), torch.no_grad():
+                copied = _copied(tensor.detach())
+            made[id(tensor)] = copied.requires_grad_() if own.requires_grad else copied
+    return tuple(made[id(t)] for t in tensors)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    low, high = span([tensor])
+    flat = torch.empty(high - low, dtype=torch.uint8, device=tensor.device)
+    flat.copy_(torch.empty_like(flat).set_(tensor.untyped_storage(), low, (high - low,), (1,)))
+    return view_of(flat, tensor, first_byte(tensor) - low, tensor.shape, tensor.stride())
+
+
 class _Prover:
     """The runs of one call, one after the other."""
 
@@ -116,22 +137,22 @@ class _Prover:
         self.life, self.device, self.call, self.fit = life, device, call, fit
         self.cuts: list[Learner] = []
         self._exact: list[Tensor] = []
+        self._outside: list[bool] = []
 
     def exact(self) -> _Run:
         """The run that eager makes."""
-        run = self._run(self._own(self.call.tensors), lambda results: results)
+        run = self._run(_copies(self.call.tensors, self.call.tensors), self._whole)
         found = self.life.offence(run.watch, ())
         if found is not None:
             raise found
-        self._exact, self._strides = run.results, [t.stride() for t in run.results]
-        self.cuts = [Learner() for _ in run.results]
-        for learner, shape in zip(self.cuts, run.shapes, strict=True):
-            learner.note(self.fit.live, shape)
+        self._exact = run.results
         return run
 
     def padded(self, fills: Sequence[Any]) -> _Run:
         """A run of the bucket's size, its results cut."""
-        tensors = self._own(self.fit.padded([t.detach() for t in self.call.tensors], fills))
+        detached = {id(t): t.detach() for t in self.call.tensors}
+        padded = self.fit.padded([detached[id(t)] for t in self.call.tensors], fills)
+        tensors = _copies(padded, self.call.tensors)
         try:
             return self._run(tensors, self._cut)
         except PaddingError:
@@ -141,31 +162,27 @@ class _Prover:
                 raise
             raise self._error(f"raises {error!r} when padded", "it runs at its exact size") from error
 
-    def _own(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Copies that a run may write and take gradients of; one tensor given twice stays one."""
-        made: dict[int, Tensor] = {}
-        for mine, tensor in zip(self.call.tensors, tensors, strict=True):
-            with torch.inference_mode(mine.is_inference()):
-                copied = tensor.detach().clone()
-            made.setdefault(id(tensor), copied.requires_grad_() if mine.requires_grad else copied)
-        return tuple(made[id(t)] for t in tensors)
+    def _whole(self, results: list[Tensor], watch: Watch, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The results of the exact run, which show what each lies in."""
+        self.cuts = [Learner() for _ in results]
+        self._outside = [family_key(result) in watch.outside for result in results]
+        teach(self.cuts, self.fit.live, results, tensors, lambda index, _: self._outside[index])
+        return results
 
-    def _cut(self, results: list[Tensor]) -> list[Tensor]:
+    def _cut(self, results: list[Tensor], watch: Watch, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Cut the results of a padded run; the first one shows which way of several is right."""
         fit = self.fit
         if len(results) != len(self.cuts):
             raise self._error(f"returns {len(results)} tensors, not {len(self.cuts)}, when padded", _SIZE)
+        if any(r.dim() != e.dim() for r, e in zip(results, self._exact, strict=True)):
+            raise self._error("returns tensors of other dimensions when padded", _SIZE)
+        teach(self.cuts, fit.full, results, tensors, lambda _, result: family_key(result) in watch.outside)
         cut: list[Tensor] = []
         for learner, result, expected in zip(self.cuts, results, self._exact, strict=True):
-            if result.dim() != expected.dim():
-                raise self._error("returns tensors of other dimensions when padded", _SIZE)
-            learner.note(fit.full, result.shape)
-            ways = [c for c in learner.candidates() if c.shape_at(fit.live) == tuple(expected.shape)]
-            cuts = [(way, way(result, fit.live, fit.full)) for way in ways]
-            near = [way for way, live in cuts if unlike(expected, live.detach(), rounding=True) is None]
-            same = result.stride() == self._strides[len(cut)]
-            learner.choose(near or ways or learner.candidates(), keeps_strides=same)
-            cut.append((near or ways)[0](result, fit.live, fit.full))
+            ways = [(way, way(result, fit.live, fit.full)) for way in learner.cuts(fit)]
+            near = [w for w in ways if unlike(expected, w[1].detach(), rounding=True) is None]
+            learner.choose(fit, [way for way, _ in near or ways])
+            cut.append((near or ways)[0][1])
         return cut
 
     def _run(self, tensors: tuple[Tensor, ...], cut: Cutter) -> _Run:
@@ -191,14 +208,13 @@ class _Prover:
         tree = tree_of(roots, ["output"])
         found = tree.unpack(roots)
         assert found is not None, "a value has the structure that was read off it"
-        live = cut(list(found[0]))
+        live = cut(list(found[0]), watch, call.tensors)
         names = {family_key(t): f"`{place.name}`" for place, t in survey.tensors()}
         state = _written(watch, log.skipped, names) | self._rebound(survey, call)
         grads = {} if watch.backward else self._gradients(live, watch.outside, call, names)
         arguments = [self.fit.lives(i, t.detach()).clone() for i, t in enumerate(call.tensors)]
-        shapes = [tuple(t.shape) for t in found[0]]
         results = [t.detach().clone() for t in live]
-        return _Run(tree, found[1], shapes, results, state, arguments, grads, watch, log.skipped)
+        return _Run(tree, found[1], results, state, arguments, grads, watch, log.skipped)
 
     def _rebound(self, survey: Survey, call: Call) -> dict[str, Tensor]:
         """The tensors that the run left in Python's hands: attributes, and gradients of parameters."""

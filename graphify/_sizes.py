@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ._axes import Axes
 from ._binding import Binder
-from ._cuts import Cut, Learner
+from ._cuts import Learner, Way, teach
 from ._entry import Entry, Refusal, Table
 from ._fitted import Padded, fitted, through_padding
+from ._forms import plain_layout
 from ._graph import Call, Graph
 from ._layout import family_key
 from ._life import Life
@@ -204,10 +205,11 @@ class Sizes:
             if bucket.wait > 0:
                 bucket.wait -= 1
                 return self.life.eagerly("evicted", call)
-            cuts = None if entry.fit.is_full else self._cuts(entry, bucket)
-            if cuts is None and not entry.fit.is_full:
+            as_is = entry.fit.is_as_is(call.tensors)
+            ways = None if as_is else self._ways(entry, bucket, call)
+            if ways is None and not as_is:
                 return self._taught(entry, bucket, call)
-            return self._through(entry, bucket, cuts, call)
+            return self._through(entry, bucket, ways, call)
 
     def bucket_of(self, entry: Sized, call: Call) -> Entry:
         """The entry of the bucket's own size."""
@@ -251,39 +253,40 @@ class Sizes:
         dims = entry.fit.dims()
         return tuple(math.prod(shape) if leaf in dims else 0 for leaf, shape in enumerate(largest))
 
-    def _through(self, entry: Sized, bucket: Entry, cuts: Sequence[Cut] | None, call: Call) -> Any:
+    def _through(self, entry: Sized, bucket: Entry, ways: Sequence[Way] | None, call: Call) -> Any:
         graph = bucket.graph
         if graph is not None:
-            self._fit(entry, bucket, cuts)
+            self._fit(entry, bucket, ways)
             assert entry.graph is not None
             return entry.graph(call.tensors, call.values)
 
         def run(tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Any:
             return self.life.advance(bucket, Call(call.tree, values, tensors))
 
-        result = through_padding(run, entry.fit, cuts, entry.fills, call)
+        result = through_padding(run, entry.fit, ways, entry.fills, call)
         if bucket.graph is not None:
-            self._fit(entry, bucket, cuts)
+            self._fit(entry, bucket, ways)
         return result
 
-    def _fit(self, entry: Sized, bucket: Entry, cuts: Sequence[Cut] | None) -> None:
+    def _fit(self, entry: Sized, bucket: Entry, ways: Sequence[Way] | None) -> None:
         """Give calls of this size the bucket's graph."""
         whole = bucket.graph
         made: Any
         if isinstance(whole, Graph) and whole.outcome is not None:
             made = whole.fits.get(entry.key)
             if made is None:
-                made = fitted(whole, self.life.setting, entry.fit, cuts, entry.fills, entry.tree)
+                made = fitted(whole, self.life.setting, entry.fit, ways, entry.fills, entry.tree)
                 whole.fits[entry.key] = made
         else:
-            made = Padded(whole, entry.fit, cuts, entry.fills, entry.tree)
+            made = Padded(whole, entry.fit, ways, entry.fills, entry.tree)
         entry.follow(bucket, made)
 
     # -- proving
 
     def _learn(self, entry: Sized, bucket: Entry, call: Call) -> None:
         """Prove at the first call with padding that it changes nothing."""
-        if entry.fit.is_full or bucket.proof is not None:
+        known = bucket.proof is not None and bucket.proof.is_clear(entry.fit)
+        if entry.fit.is_as_is(call.tensors) or known:
             return
         try:
             bucket.proof = prove(
@@ -318,7 +321,7 @@ class Sizes:
         """What one bucket showed of the shapes of results, all know."""
         proof = bucket.proof
         assert proof is not None
-        known = self._learners.setdefault((entry.tree, entry.key[1], proof.tree.spec), proof.cuts)
+        known = self._learners.setdefault((entry.tree, entry.key[:2], proof.tree.spec), proof.cuts)
         if known is proof.cuts:
             return
         if all(learner.agrees(new) for learner, new in zip(known, proof.cuts, strict=True)):
@@ -339,17 +342,18 @@ class Sizes:
             ),
         )
 
-    def _cuts(self, entry: Sized, bucket: Entry) -> list[Cut] | None:
-        """How results become those of this size; None when a run must show it first."""
+    def _ways(self, entry: Sized, bucket: Entry, call: Call) -> list[Way] | None:
+        """How results become those of this call; None when a run must show it first."""
         assert bucket.proof is not None, "a bucket is proved before it is used for less"
-        cuts = [learner.cut_for(entry.fit.live) for learner in bucket.proof.cuts]
-        known = [cut for cut in cuts if cut is not None]
-        return known if len(known) == len(cuts) else None
+        layout = plain_layout(call.tensors)
+        ways = [learner.way(entry.fit, layout) for learner in bucket.proof.cuts]
+        known = [way for way in ways if way is not None]
+        return known if len(known) == len(ways) else None
 
     def _taught(self, entry: Sized, bucket: Entry, call: Call) -> Any:
         """Run once at the exact size, which shows the shapes of the results."""
         result = self.life.eagerly("cut", call)
         assert bucket.proof is not None
-        for learner, tensor in zip(bucket.proof.cuts, tensors_of(result), strict=True):
-            learner.note(entry.fit.live, tensor.shape)
+        cuts = bucket.proof.cuts
+        teach(cuts, entry.fit.live, tensors_of(result), call.tensors, lambda i, _: cuts[i].is_outside())
         return result
