@@ -19,17 +19,26 @@ from pathlib import Path
 
 import torch
 
+from ._buckets import buckets
+from ._captures import measure_captures
 from ._case import Case, Row
 from ._inference import deep24, mlp_case, multi8
 from ._measure import measure
-from ._report import case_table, step_table, target_tables
+from ._report import capture_table, case_table, step_table, target_tables
 from ._steps import breakdown
 from ._training import train
 from ._whole_step import step
 
 __all__ = ["main"]
 
-CASES = {"mlp": mlp_case, "deep24": deep24, "multi8": multi8, "train": train, "step": step}
+CASES = {
+    "mlp": mlp_case,
+    "deep24": deep24,
+    "multi8": multi8,
+    "train": train,
+    "step": step,
+    "buckets": buckets,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.steps and not case.grad:
             with torch.no_grad():
                 _say(text, _steps(case, rows, options))
+        if case.captures is not None:
+            captured = measure_captures(case.captures.ways, rounds=options.rounds)
+            _say(text, capture_table(case, captured))
+            rows += captured
         results[key] = {row.way.name: row for row in rows}
     if device.type == "cuda":
         _say(text, target_tables(results))
@@ -138,6 +151,7 @@ def _write(text: Sequence[str], options: argparse.Namespace, device: torch.devic
     training = {"train", "step"}
     chosen = set(options.cases)
     theme = "training" if chosen <= training else "all" if chosen & training else "inference"
+    theme = "buckets" if chosen == {"buckets"} else theme
     today = datetime.now(tz=timezone.utc)
     path: Path = options.out / f"{theme}_{_slug(_hardware(device))}_{today:%Y-%m-%d}.md"
     path.parent.mkdir(parents=True, exist_ok=True)

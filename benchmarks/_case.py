@@ -12,7 +12,19 @@ from torch import Tensor
 from ._clocks import Clocks
 from ._nets import Inputs
 
-__all__ = ["OUTPUTS", "Call", "Case", "Outputs", "Ready", "Row", "Way", "backend_of"]
+__all__ = [
+    "OUTPUTS",
+    "Call",
+    "Capture",
+    "Captures",
+    "Case",
+    "Costs",
+    "Outputs",
+    "Ready",
+    "Row",
+    "Way",
+    "backend_of",
+]
 
 Call = Callable[..., Tensor]
 Outputs = Literal["fresh", "static"]
@@ -46,6 +58,31 @@ class Way(NamedTuple):
     """How far a number may be off, as a share of the largest one of its tensor; 0: bit for bit."""
 
 
+class Costs(NamedTuple):
+    """What making graphs costs: milliseconds, and MiB that torch reserves and that the device has less."""
+
+    capture: float
+    pool: float
+    device: float
+
+
+class Capture(NamedTuple):
+    """One way to make the graphs of a case ahead of time."""
+
+    name: str
+    graphs: int
+    make: Callable[[], Any]
+    """Gives what holds the graphs."""
+
+
+class Captures(NamedTuple):
+    """Several ways to do so, and which of them time and memory are compared with."""
+
+    ways: Sequence[Capture]
+    time_rival: str
+    memory_rival: str
+
+
 class Case(NamedTuple):
     """Several ways to make one call, and the arguments of successive calls."""
 
@@ -57,15 +94,20 @@ class Case(NamedTuple):
     """The way that does the GPU's work and nothing else."""
     grad: bool = False
     """Whether gradients are recorded around the calls."""
+    checked: int = 8
+    """Calls that are compared: graphs of a backward are replayed from the fourth on."""
+    captures: Captures | None = None
+    """What is measured of making the graphs, where that is of interest."""
 
 
 @dataclass
 class Row:
-    """What became of one way: its clocks, or the problem that it had; a note where a time needs a word."""
+    """What became of one way: its clocks or costs, or the problem that it had; a note where one needs a word."""
 
     way: Way
     ready: Ready | None = None
     clocks: Clocks | None = None
+    costs: Costs | None = None
     problem: str = ""
     note: str = ""
 

@@ -12,10 +12,7 @@ from graphify import handle
 from ._case import Case, Ready, Row
 from ._clocks import Clocks, timed
 
-__all__ = ["measure"]
-
-CHECKED = 8
-"""Calls that are compared: graphs of a backward are replayed from the fourth on."""
+__all__ = ["measure", "told"]
 
 Numbers = list[Tensor | None]
 
@@ -26,7 +23,7 @@ def measure(case: Case, *, rounds: int, number: int) -> list[Row]:
         rows = [Row(way) for way in case.ways]
         for row in rows:
             _build(row)
-        for args in case.inputs[:CHECKED]:
+        for args in case.inputs[: case.checked]:
             _compare(rows, args)
         before = {row.way.name: _recordings(row) for row in rows}
         _time(case, rows, rounds, number)
@@ -39,7 +36,7 @@ def _build(row: Row) -> None:
     try:
         row.ready = row.way.build()
     except Exception as error:
-        row.problem = _text(error)
+        row.problem = told(error)
 
 
 def _compare(rows: Sequence[Row], args: tuple[Tensor, ...]) -> None:
@@ -54,7 +51,7 @@ def _compare(rows: Sequence[Row], args: tuple[Tensor, ...]) -> None:
         try:
             got = _numbers(row.ready, args)
         except Exception as error:
-            row.problem = _text(error)
+            row.problem = told(error)
             continue
         expected[row.way.name] = got
         if mirrors is not None and mirrors not in expected:
@@ -87,7 +84,7 @@ def _time(case: Case, rows: Sequence[Row], rounds: int, number: int) -> None:
         if isinstance(result, Clocks):
             row.clocks = result
         else:
-            row.problem = _text(result)
+            row.problem = told(result)
 
 
 def _recordings(row: Row) -> int:
@@ -106,7 +103,7 @@ def _judge(row: Row, before: int) -> None:
         row.note = f"{stats.recordings - before} recordings while it was timed"
 
 
-def _text(error: Exception) -> str:
+def told(error: Exception) -> str:
     """The first lines of what was raised, as one line."""
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said}"[:240]

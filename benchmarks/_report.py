@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ._case import Case, Row
 from ._targets import NOT_HERE, Results, Verdict, verdicts
 
-__all__ = ["case_table", "step_table", "target_tables"]
+__all__ = ["capture_table", "case_table", "step_table", "target_tables"]
 
 
 def case_table(case: Case, rows: Sequence[Row]) -> Iterator[str]:
@@ -45,6 +45,33 @@ def _ratio(row: Row | None, other: Row | None, clock: str) -> str:
         return ""
     ratio: float = getattr(row.clocks, clock) / getattr(other.clocks, clock)
     return f"{ratio:.2f}x"
+
+
+def capture_table(case: Case, rows: Sequence[Row]) -> Iterator[str]:
+    """A line per way to make the graphs of a case: time, memory, and ratios to its rivals."""
+    captures = case.captures
+    assert captures is not None, "only a case with captures has rows of them"
+    yield f"{case.key}, made ahead of time (ms; MiB that torch reserves, MiB that the device has less):"
+    yield ""
+    by_name = {row.way.name: row for row in rows}
+    quick, small = captures.time_rival, captures.memory_rival
+    yield f"| way | graphs | capture | pool | device | capture / {quick} | pool / {small} | device / {small} |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for capture, row in zip(captures.ways, rows, strict=True):
+        if row.costs is None:
+            yield f"| {row.way.name} | {row.problem.replace('|', '/')} | | | | | | |"
+            continue
+        cells = [f"{number:.1f}" for number in row.costs]
+        ratios = [_share(row, by_name.get(quick), "capture")]
+        ratios += [_share(row, by_name.get(small), memory) for memory in ("pool", "device")]
+        yield f"| {row.way.name} | {capture.graphs} | {' | '.join([*cells, *ratios])} |"
+    yield ""
+
+
+def _share(row: Row, other: Row | None, cost: str) -> str:
+    if other is None or row.costs is None or other.costs is None or not getattr(other.costs, cost):
+        return ""
+    return f"{getattr(row.costs, cost) / getattr(other.costs, cost):.2f}x"
 
 
 def step_table(row: Row, steps: Sequence[tuple[str, float]]) -> Iterator[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ._case import Row
+from ._buckets import ALL, HAND_LOOP, LARGEST
+from ._case import Costs, Row
 from ._nets import LAYER_PARAMETERS
 
 __all__ = ["Results", "Verdict", "verdicts"]
@@ -18,7 +19,7 @@ NOT_HERE = "mlp bf16, conv+BN, LSTM, ResNet-50, ViT-B/16 and the encoder layer h
 
 
 class Limit(NamedTuple):
-    """One clock of one way may be at most so many times that of another (of the best of several), plus so much."""
+    """One clock or cost of one way may be at most so many times another's (the best of several), plus so much."""
 
     target: int
     case: str
@@ -30,7 +31,7 @@ class Limit(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A limit and what was measured; times in microseconds, None where a way was not measured."""
+    """A limit and what was measured, in the unit of its clock or cost; None where a way was not measured."""
 
     limit: Limit
     ours: float | None
@@ -67,6 +68,9 @@ def _limits() -> Iterator[Limit]:
     yield from _train()
     for outputs in ("fresh", "static"):
         yield Limit(6, "step", "wall", f"graphify {outputs}", 1.03, ("hand-written static",))
+    for memory in ("pool", "device"):
+        yield Limit(8, "buckets", memory, ALL, 1.15, (LARGEST,))
+    yield Limit(8, "buckets", "capture", ALL, 0.6, (HAND_LOOP,))
 
 
 def _dispatch(case: str, static: float, fresh: float, tensordict: float, plus: float) -> Iterator[Limit]:
@@ -98,7 +102,8 @@ def _judged(limit: Limit, rows: Mapping[str, Row]) -> Verdict:
 
 
 def _clock(row: Row | None, clock: str) -> float | None:
-    if row is None or row.clocks is None:
+    measured = None if row is None else row.costs if clock in Costs._fields else row.clocks
+    if measured is None:
         return None
-    time: float = getattr(row.clocks, clock)
-    return time
+    number: float = getattr(measured, clock)
+    return number

@@ -12,10 +12,11 @@ import torch
 from checks import python
 from torch import Tensor, nn
 
-from benchmarks._case import Case, Ready, Row, Way
+from benchmarks._captures import measure_captures
+from benchmarks._case import Capture, Captures, Case, Costs, Ready, Row, Way
 from benchmarks._clocks import Clocks
 from benchmarks._measure import measure
-from benchmarks._report import case_table, target_tables
+from benchmarks._report import capture_table, case_table, target_tables
 from benchmarks._targets import verdicts
 from graphify import graphify
 
@@ -26,6 +27,7 @@ WAYS = {
     "multi8": ["eager", "graphify fresh", "graphify static"],
     "train": [f"{way}, {kind}" for way in ("eager", "graphify") for kind in ("hooks", "set to None", "kept")],
     "step": ["eager", "graphify fresh", "graphify static"],
+    "buckets": ["eager", "eager, padded", "graphify fresh", "graphify static"],
 }
 
 
@@ -38,11 +40,14 @@ def test_all_cases_run_and_a_dated_file_says_so(tmp_path: Path) -> None:
     assert re.fullmatch(r"all_[a-z0-9-]+_\d{4}-\d\d-\d\d\.md", file.name)
     text = file.read_text(encoding="utf-8")
     assert done.stdout == f"{text}written to {file}\n"
-    assert "--cases mlp,deep24,multi8,train,step --rounds 1 --calls 3" in text
+    assert "--cases mlp,deep24,multi8,train,step,buckets --rounds 1 --calls 3" in text
     for key, ways in WAYS.items():
         table = text.partition(f"## {key}: ")[2].partition("\n## ")[0]
         timed = re.findall(r"^\| ([^|]+?) \| \d+\.\d \| \d+\.\d \| \d+\.\d \|", table, re.MULTILINE)
         assert set(ways) <= set(timed)
+    made = re.findall(r"^\| (graphify, [^|]+?) \| (\d+) \| \d+\.\d \| 0\.0 \| 0\.0 \|", text, re.MULTILINE)
+    largest, whole = ("graphify, largest bucket", "1"), ("graphify, all buckets", "4")
+    assert made == [largest, whole, ("graphify, all buckets, proved", "4")]
 
 
 def test_steps_of_a_call(tmp_path: Path) -> None:
@@ -59,7 +64,7 @@ def test_a_wrong_case_is_named() -> None:
     done = command("--cases", "mlp,huge")
 
     assert done.returncode == 2
-    assert "no case 'huge'; there are mlp, deep24, multi8, train, step" in done.stderr
+    assert "no case 'huge'; there are mlp, deep24, multi8, train, step, buckets" in done.stderr
 
 
 def case(*ways: Way) -> Case:
@@ -95,6 +100,27 @@ def test_a_way_that_raises_costs_its_row_only() -> None:
     assert "| cannot be built | RuntimeError: no / luck at all |" in table
     assert "| cannot be called | RuntimeError: not now |" in table
     assert "| ends | StopIteration:" in table
+
+
+def test_making_graphs_is_timed_and_what_fails_is_told() -> None:
+    """Each way to make graphs has a row with its costs, or with what it raised; ratios are those to its rivals."""
+    made = []
+    ways = [Capture("small", 1, lambda: made.append(1)), Capture("none", 2, raises("no | memory"))]
+    rows = measure_captures(ways, rounds=2)
+
+    assert len(made) == 3, "memory once, time twice"
+    costs = rows[0].costs
+    assert costs is not None
+    assert costs.capture > 0
+    assert rows[1].costs is None
+    rows.append(Row(rows[0].way._replace(name="big"), costs=Costs(costs.capture * 3, 8.0, 2.0)))
+    rows[0].costs = costs._replace(pool=4.0)
+    captures = Captures([*ways, Capture("big", 3, list)], time_rival="small", memory_rival="small")
+    table = "\n".join(capture_table(case()._replace(captures=captures), rows))
+    assert "| none | RuntimeError: no / memory |" in table
+    assert re.search(
+        r"^\| big \| 3 \| \d+\.\d \| 8\.0 \| 2\.0 \| 3\.00x \| 2\.00x \|  \|$", table, re.MULTILINE
+    )
 
 
 def test_wrong_numbers_are_noted() -> None:
@@ -151,8 +177,21 @@ def test_a_target_holds_up_to_its_limit(time: float, note: str, holds: bool) -> 
     assert all(one.holds is None for one in judged if one.limit.case != "step")
 
 
+def test_costs_have_targets() -> None:
+    """Target 8 allows 1.15 times the memory of the largest bucket, and 0.6 times the time of a loop by hand."""
+    costs = {
+        "graphify, largest bucket": Costs(5.0, 100.0, 100.0),
+        "graphify, all buckets": Costs(60.0, 114.9, 115.1),
+        "torch.cuda.graph, one pool": Costs(100.0, 115.0, 115.0),
+    }
+    rows = {name: Row(Way(name, lambda: Ready(torch.relu)), costs=one) for name, one in costs.items()}
+    judged = [one for one in verdicts({"buckets": rows}) if one.limit.target == 8]
+
+    assert {one.limit.clock: one.holds for one in judged} == {"pool": True, "device": False, "capture": True}
+
+
 def test_targets_are_summed_up() -> None:
-    """Each of the six targets has its line, also where nothing was measured; guards and the best peer count."""
+    """Each of the seven targets has its line, also where nothing was measured; guards and the best peer count."""
     rows = [row("hand-written fresh", 20.0), row("foreach fresh", 10.0), row("graphify fresh", 11.0)]
     multi8 = {one.way.name: one for one in rows}
     deep24 = {one.way.name: one for one in (row("hand-written static", 10.0), row("graphify static", 34.0))}

@@ -147,5 +147,5 @@ def test_examples_check_themselves(example: Path) -> None:
 
 
 def test_there_are_examples() -> None:
-    """The quickstart and both ways to train are among them."""
-    assert {"quickstart", "train_module", "train_step"} <= {path.stem for path in EXAMPLES}
+    """The quickstart, both ways to train and the buckets are among them."""
+    assert {"quickstart", "train_module", "train_step", "buckets"} <= {path.stem for path in EXAMPLES}
