@@ -138,7 +138,7 @@ class _BackwardRecorder:
 
     def _compare(self, before: Survey) -> None:
         drawn, changes = self.host.drawn(), before.changes(self._survey())
-        what = [f"draws from {drawn}"] if drawn else [f"changes `{c.place.name}`" for c in changes]
+        what = [f"draws from {drawn[0]}"] if drawn else [f"changes `{c.place.name}`" for c in changes]
         if what:
             raise CaptureError(f"the backward of `{self.setting.name}` {what[0]}", why=_TWICE, fix=_FIX)
 

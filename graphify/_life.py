@@ -35,6 +35,7 @@ from ._survey import Survey
 from ._tree import Tree, tensors_of, tree_of
 from ._trial import Snapshot, is_large, trial
 from ._undo import UndoLog
+from ._verdicts import given_history, host_reads, replaced_argument
 from ._watch import Watch, watching
 from .errors import CaptureError, GraphifyWarning, InputError
 
@@ -42,8 +43,6 @@ __all__ = ["Life"]
 
 log = logging.getLogger("graphify")
 
-# Code that asks whether it is being captured may read on the host only where it is not: the capture decides.
-_ASKS = "is_current_stream_capturing"
 _QUIET = frozenset({"cpu", "disabled", "nested", "compiling", "functorch", "mode", "evicted"})
 _GRAD = Refusal(
     "grad",
@@ -137,7 +136,7 @@ class Life:
             return
         log.info("%s: %s", self.setting.name, miss)
         if not miss.moved:
-            self._count_value(("place", miss.name), miss.now, miss.name)
+            self._count_value(("place", miss.place, miss.name), miss.now, miss.name)
             return
         if entry.graph is not None:
             idle = entry.graph.uses == 0
@@ -408,34 +407,19 @@ class Life:
         """Why a run like this one can never be captured, the clearest reason first."""
         refused = (refusal_of(optimizer, watch.device) for optimizer in stepped)
         found = refused_code(watch.executed) or next((e for e in refused if e is not None), None)
-        if found is None and watch.offences and _ASKS not in self.executed.loads():
-            found = watch.offences[0]
-        return found
+        return found or next(iter(host_reads(watch, self.executed)), None)
 
     def _learn_histories(self, entry: Entry, call: Call, watch: Watch, survey: Survey) -> None:
         """A replay changes memory only: a tensor that a call gives a history would have that of the capture."""
-        renewed = watch.renewed(())
-        names = {family_key(t): place.name for place, t in survey.tensors()}
-        names |= zip(map(family_key, call.tensors), call.tree.tensor_paths, strict=True)
-        if renewed:
-            name = names.get(family_key(renewed[0]), "a tensor from outside")
-            error = CaptureError(
-                f"`{name}` is written in place with something that needs gradients",
-                why="a graph repeats device work only, and the tensor would not get the history that it has in eager",
-                fix="write under `torch.no_grad()` or write `.detach()`, or return the new value",
-            )
+        named = [*zip(call.tree.tensor_paths, call.tensors, strict=True)]
+        error = given_history(watch, survey, named)
+        if error is not None:
             entry.refusal = Refusal("uncapturable", error)
 
     def _learn_gradients(self, entry: Entry, call: Call, watch: Watch) -> None:
         """The results need gradients: a backward will be recorded, too."""
-        for path, tensor in zip(call.tree.tensor_paths, call.tensors, strict=True):
-            if tensor.requires_grad and family_key(tensor) in watch.written:
-                error = CaptureError(
-                    f"`{path}` needs gradients and is written in place",
-                    why="a graph has its own copy of the argument, and the caller's would lose its history",
-                    fix=f"write into `{path}.clone()`, or use the form without underscore",
-                )
-                entry.refusal = Refusal("uncapturable", error)
+        for error in replaced_argument(watch, zip(call.tree.tensor_paths, call.tensors, strict=True)):
+            entry.refusal = Refusal("uncapturable", error)
         if entry.patterns is None:
             entry.patterns = self._patterns()
         mine = {family_key(t) for t in call.tensors}

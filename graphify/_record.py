@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointFunction
 
 from ._autograd import Instance
 from ._code import Executed, line_of
@@ -19,8 +18,7 @@ from ._graph import Argument, Graph, Order, Outcome, Setting, plan_delivery, pla
 from ._guards import Guard, find_place, once
 from ._inputs import StaticInputs
 from ._layout import family_key, is_dense
-from ._optimizers import refused_change
-from ._places import MISSING, Change
+from ._places import Change
 from ._results import ResultPlan, TangledError
 from ._saved import Saved, saving
 from ._stand_ins import StandIns, StandInUsedError
@@ -28,6 +26,7 @@ from ._survey import Survey
 from ._tree import Tree, tensors_of, tree_of
 from ._trial import HostRandomness
 from ._undo import UndoLog, version_of
+from ._verdicts import keeps_random_state, random_draw, second_backward, side_effect, unknown_result
 from ._watch import Watch, watching
 from ._whole_step import WholeStep, hooks_on
 from .backends.base import Recording
@@ -35,8 +34,6 @@ from .errors import CaptureError
 
 __all__ = ["NeedsGradError", "has_gradients", "record"]
 
-_REENTRANT = CheckpointFunction.forward.__code__
-_STATE_READERS = frozenset({"get_rng_state", "get_device_states"})
 _ONCE = "Python runs when a graph is recorded; a replay repeats device work only"
 
 
@@ -176,7 +173,7 @@ class _Recorder:
         try:
             return backend.record(self._run, memory, generators)
         except StandInUsedError:
-            raise self._second_backward() from None
+            raise second_backward(self.setting.name) from None
         except Exception as error:
             if isinstance(error, CaptureError) or not backend.is_capture_error(error):
                 raise
@@ -243,43 +240,21 @@ class _Recorder:
         results = tensors_of((result, *hidden))
         used = self.step.plan(self.watch, results, everything=self.executed.everything)
         if graded and used:
-            raise self._second_backward()
+            raise second_backward(self.setting.name)
         if not self.setting.backend.runs_live and (used or self.watch.backward or self.numbers):
             graph.step = self.step
 
-    def _second_backward(self) -> CaptureError:
-        return CaptureError(
-            f"`{self.setting.name}` runs a backward and returns a tensor that needs gradients",
-            why="its backward is in the graph already, and a second one would need what the first let go",
-            fix="`return loss.detach()`",
-        )
-
     def _check_host(self) -> None:
-        drawn = self.host.drawn()
-        if drawn is not None:
-            raise CaptureError(
-                f"`{self.setting.name}` draws from {drawn}",
-                why=_ONCE,
-                fix="draw outside and pass the number as a tensor, or use torch's generator of the device",
-            )
+        for generator in self.host.drawn():
+            raise random_draw(self.setting.name, generator)
 
     def _check_checkpoints(self) -> None:
         """The state of a generator, kept for a recomputation, would be that of the capture for good."""
         if self.patterns is None:
             return
-        ran = [code for code, _ in self.watch.executed.codes.values()]
-        if any(code is _REENTRANT for code in ran):
-            raise CaptureError(
-                f"`{self.setting.name}` uses a reentrant checkpoint",
-                why="its backward is a backward of its own inside another, which only `.backward()` can run",
-                fix="`checkpoint(..., use_reentrant=False)`",
-            )
-        if self.watch.drew and any(code.co_name in _STATE_READERS for code in ran):
-            raise CaptureError(
-                f"`{self.setting.name}` keeps the state of a random generator for its backward",
-                why=_ONCE,
-                fix="`preserve_rng_state=False` for a checkpoint, or no dropout inside it",
-            )
+        refused = keeps_random_state(self.setting.name, self.watch)
+        if refused is not None:
+            raise refused
 
     def _check_arguments(self) -> None:
         tree, statics = self.call.tree, self.inputs.tensors
@@ -310,19 +285,10 @@ class _Recorder:
 
     def _hidden(self, change: Change) -> Change:
         """A change that can be repeated at each call: a field that is only written."""
-        place = change.place
-        refused = refused_change(change, self.before.optimizers)
+        refused = side_effect(self.setting.name, change, self.executed, self.before.optimizers)
         if refused is not None:
             raise refused
-        writable = place.kind in ("field", "cell", "attr") and change.after is not MISSING
-        if writable and place.key in self.executed.stores() and place.key not in self.executed.reads():
-            return change
-        what = "reads and re-binds" if writable else "changes"
-        raise CaptureError(
-            f"`{self.setting.name}` {what} `{place.name}`",
-            why=_ONCE,
-            fix="keep it in a tensor and change that in place (`copy_`, `add_`), or return it",
-        )
+        return change
 
     def _plan_outside(self, graph: Graph) -> None:
         """Keep alive what the graph reads, and note what no guard can watch."""
@@ -425,11 +391,7 @@ class _Recorder:
             if id(consts[i]) in positions:
                 made[i] = Argument(positions[id(consts[i])])
             elif not survey.holds(consts[i]):
-                raise CaptureError(
-                    f"`{tree.const_paths[i]}` is a new {type(consts[i]).__name__} at each call",
-                    why="a replay cannot make Python objects of a kind that graphify does not know",
-                    fix="return tensors, tuples, dicts, NamedTuples or dataclasses",
-                )
+                raise unknown_result(tree.const_paths[i], consts[i])
         return made
 
 

@@ -41,12 +41,10 @@ class HostRandomness:
             self.readers.append(("torch's CPU generator", torch.get_rng_state, torch.set_rng_state))
         self.states = [read() for _, read, _ in self.readers]
 
-    def drawn(self) -> str | None:
-        """The name of a generator that was drawn from since, or None."""
-        for (name, read, _), state in zip(self.readers, self.states, strict=True):
-            if not _equal(read(), state):
-                return name
-        return None
+    def drawn(self) -> list[str]:
+        """The names of the generators that were drawn from since."""
+        pairs = zip(self.readers, self.states, strict=True)
+        return [name for (name, read, _), state in pairs if not _equal(read(), state)]
 
     def restore(self) -> None:
         """Put the states back."""

@@ -59,7 +59,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     ),
     4: (
         *("_autograd", "_backwards", "_cut_plan", "_entry", "_fitted", "_graph", "_instances"),
-        *("_record", "_turns"),
+        *("_record", "_turns", "_verdicts"),
     ),
     5: ("_ahead", "_life", "_numbers", "_proofs", "_sizes"),
     6: ("_decorate", "_method", "_module", "_wrapper"),
@@ -114,7 +114,7 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_backwards": ("_graph",),
     "_autograd": ("_backwards", "_graph", "_turns"),
     "_instances": ("_graph",),
-    "_record": ("_autograd", "_graph"),
+    "_record": ("_autograd", "_graph", "_verdicts"),
     "_entry": ("_autograd", "_graph", "_instances"),
     "_cut_plan": ("_graph",),
     "_fitted": ("_cut_plan", "_graph"),

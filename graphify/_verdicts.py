@@ -1,0 +1,138 @@
+"""What a run did that no replay could repeat: each kind with the words that help, or None where nothing is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointFunction
+
+from ._code import Executed
+from ._layout import family_key
+from ._optimizers import refused_change
+from ._places import MISSING, Change
+from ._survey import Survey
+from ._watch import Watch
+from .errors import CaptureError
+
+__all__ = [
+    "given_history",
+    "host_reads",
+    "is_only_written",
+    "keeps_random_state",
+    "random_draw",
+    "replaced_argument",
+    "second_backward",
+    "side_effect",
+    "unknown_result",
+]
+
+_REENTRANT = CheckpointFunction.forward.__code__
+_STATE_READERS = frozenset({"get_rng_state", "get_device_states"})
+# Code that asks whether it is being captured may read on the host only where it is not: the capture decides.
+_ASKS = "is_current_stream_capturing"
+_ONCE = "Python runs when a graph is recorded; a replay repeats device work only"
+
+
+def host_reads(watch: Watch, executed: Executed) -> list[CaptureError]:
+    """The operators that a graph cannot hold; none where the code itself asks whether it is captured."""
+    return [] if _ASKS in executed.loads() else watch.offences
+
+
+def random_draw(name: str, generator: str) -> CaptureError:
+    """The function drew from a generator of the host."""
+    return CaptureError(
+        f"`{name}` draws from {generator}",
+        why=_ONCE,
+        fix="draw outside and pass the number as a tensor, or use torch's generator of the device",
+    )
+
+
+def is_only_written(change: Change, executed: Executed) -> bool:
+    """Whether a change can be repeated at each call: a field that the code stores and never loads."""
+    return _is_written(change) and change.place.key in executed.stores() - executed.reads()
+
+
+def side_effect(
+    name: str, change: Change, executed: Executed, optimizers: Iterable[tuple[str, Optimizer]]
+) -> CaptureError | None:
+    """What Python did to something that it holds; None where each call can do it again."""
+    refused = refused_change(change, optimizers)
+    if refused is not None or is_only_written(change, executed):
+        return refused
+    what = "reads and re-binds" if _is_written(change) else "changes"
+    return CaptureError(
+        f"`{name}` {what} `{change.place.name}`",
+        why=_ONCE,
+        fix="keep it in a tensor and change that in place (`copy_`, `add_`), or return it",
+    )
+
+
+def _is_written(change: Change) -> bool:
+    return change.place.kind in ("field", "cell", "attr") and change.after is not MISSING
+
+
+def keeps_random_state(name: str, watch: Watch) -> CaptureError | None:
+    """A checkpoint would recompute with the random state of the capture for good."""
+    ran = [code for code, _ in watch.executed.codes.values()]
+    if any(code is _REENTRANT for code in ran):
+        return CaptureError(
+            f"`{name}` uses a reentrant checkpoint",
+            why="its backward is a backward of its own inside another, which only `.backward()` can run",
+            fix="`checkpoint(..., use_reentrant=False)`",
+        )
+    if watch.drew and any(code.co_name in _STATE_READERS for code in ran):
+        return CaptureError(
+            f"`{name}` keeps the state of a random generator for its backward",
+            why=_ONCE,
+            fix="`preserve_rng_state=False` for a checkpoint, or no dropout inside it",
+        )
+    return None
+
+
+def second_backward(name: str) -> CaptureError:
+    """The run went backward, and its results could go backward once more."""
+    return CaptureError(
+        f"`{name}` runs a backward and returns a tensor that needs gradients",
+        why="its backward is in the graph already, and a second one would need what the first let go",
+        fix="`return loss.detach()`",
+    )
+
+
+def given_history(watch: Watch, survey: Survey, named: Sequence[tuple[str, Tensor]]) -> CaptureError | None:
+    """A tensor from outside that got a history; `named` are the arguments with their paths."""
+    renewed = watch.renewed(())
+    if not renewed:
+        return None
+    names = {family_key(t): place.name for place, t in survey.tensors()}
+    names |= {family_key(t): path for path, t in named}
+    name = names.get(family_key(renewed[0]), "a tensor from outside")
+    return CaptureError(
+        f"`{name}` is written in place with something that needs gradients",
+        why="a graph repeats device work only, and the tensor would not get the history that it has in eager",
+        fix="write under `torch.no_grad()` or write `.detach()`, or return the new value",
+    )
+
+
+def replaced_argument(watch: Watch, named: Iterable[tuple[str, Tensor]]) -> list[CaptureError]:
+    """Arguments that need gradients and are written, where the results need gradients, too."""
+    return [
+        CaptureError(
+            f"`{path}` needs gradients and is written in place",
+            why="a graph has its own copy of the argument, and the caller's would lose its history",
+            fix=f"write into `{path}.clone()`, or use the form without underscore",
+        )
+        for path, tensor in named
+        if tensor.requires_grad and family_key(tensor) in watch.written
+    ]
+
+
+def unknown_result(path: str, value: Any) -> CaptureError:
+    """A result that is an object of a kind that nobody can make again."""
+    return CaptureError(
+        f"`{path}` is a new {type(value).__name__} at each call",
+        why="a replay cannot make Python objects of a kind that graphify does not know",
+        fix="return tensors, tuples, dicts, NamedTuples or dataclasses",
+    )
