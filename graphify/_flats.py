@@ -82,8 +82,8 @@ class Tail:
         n, full = live[dim], self.static.shape[dim]
         if marks.layout != self.layout:
             marks.layout, marks.low, marks.high, marks.reach = self.layout, _ALL, _ALL, _ALL
-        self._fill(dim, n, min(marks.low, full))
-        self._fill(dim, max(marks.high, n), min(marks.reach, full))
+        # One fill costs more than the rows that it fills once too often.
+        self._fill(dim, n if n < marks.low else max(marks.high, n), min(max(marks.low, marks.reach), full))
         if marks.low > full:
             marks.high, marks.reach = full, max(marks.low, marks.reach)
         else:

@@ -89,6 +89,7 @@ def test_a_gradient_penalty_with_its_backward_outside(backend, device):
     assert counts(graphed) == ALL_REPLAYED
 
 
+@pytest.mark.parametrize("inside", [True, False])
 def test_a_gradient_that_the_user_gives_a_frozen_parameter(backend, device, inside):
     """A `.grad` put on a parameter that needs none is stepped with, or cleared, as in eager."""
 
