@@ -72,7 +72,15 @@ def test_the_readme_runs_on_the_tape(
     assert names["clamp_on_device"].stats().replays == 1
     assert isinstance(names["result"], names["Scores"])
     assert names["step"].stats().replays == 1
-    assert len(taped) == 11
+    assert len(taped) == 16
+    for name, graphs, replays in (
+        ("classify", 2, 4),
+        ("encode", 1, 1),
+        ("centred_live", 1, 2),
+        ("decode", 4, 3),
+    ):
+        stats = graphify.handle(names[name]).stats()
+        assert (stats.recordings, stats.replays) == (graphs, replays), name
     for name in ("trained", "train_step", "mixed"):
         assert graphify.handle(names[name]).stats().replays >= 2, name
     line = next(n for n, text in enumerate(README.read_text().splitlines(), 1) if "if x.max() > 1:" in text)
@@ -130,7 +138,15 @@ def test_public_names_are_explained() -> None:
     """The README mentions each public callable, and only imports that exist."""
     text = README.read_text(encoding="utf-8")
 
-    for name in ("graphify", "disabled", "handle", "GraphPool", CaptureError.__name__):
+    for name in (
+        "graphify",
+        "disabled",
+        "handle",
+        "Bucket",
+        "GraphPool",
+        "PaddingError",
+        CaptureError.__name__,
+    ):
         assert name in text
     for module, names in re.findall(r"^from (graphify\S*) import (.+)$", text, re.MULTILINE):
         for name in names.split(", "):
