@@ -32,6 +32,8 @@ class Flats:
         if flat is None or flat.numel() < like.numel():
             flat = torch.empty(max(capacity, like.numel()), dtype=like.dtype, device=like.device)
             self._flats[key] = flat
+        if family_key(flat) in self._marks:  # whoever takes it writes it
+            self._marks[family_key(flat)].layout = None
         return flat.as_strided(like.shape, like.stride())
 
     def tail(self, static: Tensor, dims: Sequence[int], fill: Any) -> Tail:

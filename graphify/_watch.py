@@ -93,6 +93,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._check(func, args, kwargs)
         self._note_inputs(func, args, kwargs, inputs)
         result = func(*args, **kwargs)
+        self.drew = self.drew or _draws(func, args, kwargs)
         self._note_results(func, result)
         return result
 
@@ -168,7 +169,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.undo.before_write(tensor)
 
     def _note_results(self, func: Any, result: Any) -> None:
-        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         for tensor in tensors_in(result):
             if func is aten.random_.default and not tensor.dim():
                 self._seeds.add(family_key(tensor))
@@ -179,6 +179,17 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.born.add(key)
             elif not tensor.requires_grad:
                 self.aliases[id(tensor)] = tensor
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator draws random numbers: attention says so of itself even where its dropout is 0."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(given)
+    return True
 
 
 @contextmanager

@@ -60,9 +60,6 @@ def test_every_batch_size_is_the_padded_eager_call(backend: str, device: torch.d
     assert (stats.replays, stats.calls, stats.recordings) == (27, 27, 5)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a recording writes the shared input, and the other buckets' marks do not know"
-)
 def test_a_new_bucket_leaves_no_rows_of_its_own_behind(backend: str, device: torch.device) -> None:
     """A padded row gets its pad value also where another bucket was recorded since: no live slot is written."""
     cache = torch.zeros(32, device=device)
@@ -89,7 +86,6 @@ def test_a_new_bucket_leaves_no_rows_of_its_own_behind(backend: str, device: tor
     assert cache[1].item() == 3.0
 
 
-@pytest.mark.xfail(strict=True, reason="attention counts as drawing random numbers, whatever its dropout is")
 def test_attention_is_proved(backend: str, device: torch.device) -> None:
     """Attention that takes padded positions for real ones is refused, and the mask that leaves them out is not."""
 
