@@ -30,6 +30,11 @@ __all__ = ["Proof", "prove"]
 
 _FIX = "mask the padded rows, give `pad=` a value that they ignore, or take this dimension out of `buckets`"
 _SIZE = "padding adds rows: a size that is used as a number is the bucket's, and each padded row takes part"
+_ROWS = "each padded row is written where its index says, as a live one is"
+_SCRATCH = (
+    "give `pad=` an index that nothing is written at, or, for a row that nobody reads,"
+    ' write check_padding="outputs"'
+)
 
 Cutter = Callable[[list[Tensor], Watch, Sequence[Tensor]], list[Tensor]]
 
@@ -87,6 +92,7 @@ def prove(
     why = _uncompared(exact, check)
     if not why:
         prover.compare(exact, padded, rounding=True)
+        prover.check_writes([fill for fill, _ in fills], exact)
         if not all(chosen for leaf, (_, chosen) in enumerate(fills) if leaf in fit.dims()):
             other = prover.padded([fill if chosen else _from_batch for fill, chosen in fills])
             prover.compare(padded, other, rounding=False)
@@ -148,13 +154,32 @@ class _Prover:
         self._exact = run.results
         return run
 
-    def padded(self, fills: Sequence[Any]) -> _Run:
+    def check_writes(self, fills: Sequence[Any], exact: _Run) -> None:
+        """Raise where padded rows write memory that live rows leave alone, whatever it holds and they write."""
+        big = {family_key(t) for t in exact.skipped}
+        written = {
+            key: t
+            for key, t in exact.watch.outside.items()
+            if key in exact.watch.written and key not in big and t.is_floating_point()
+        }
+        if not self.state or not written or exact.watch.backward:
+            return
+        stir = list(written.values())
+        live = self._run(_copies(self.call.tensors, self.call.tensors), lambda r, w, t: r, stir).state
+        found = self.padded(fills, stir).state
+        for name in live.keys() & found.keys():
+            start = _stirred(live[name])
+            alone = (live[name] == start) & (found[name] != start)
+            if alone.any():
+                raise self._error(f"padded rows write {int(alone.sum())} elements of {name}", _ROWS, _SCRATCH)
+
+    def padded(self, fills: Sequence[Any], stir: Sequence[Tensor] = ()) -> _Run:
         """A run of the bucket's size, its results cut."""
         detached = {id(t): t.detach() for t in self.call.tensors}
         padded = self.fit.padded([detached[id(t)] for t in self.call.tensors], fills)
         tensors = _copies(padded, self.call.tensors)
         try:
-            return self._run(tensors, self._cut)
+            return self._run(tensors, self._cut, stir)
         except PaddingError:
             raise
         except Exception as error:
@@ -185,7 +210,7 @@ class _Prover:
             cut.append((near or ways)[0][1])
         return cut
 
-    def _run(self, tensors: tuple[Tensor, ...], cut: Cutter) -> _Run:
+    def _run(self, tensors: tuple[Tensor, ...], cut: Cutter, stir: Sequence[Tensor] = ()) -> _Run:
         life, backend = self.life, self.life.setting.backend
         call = Call(self.call.tree, self.call.tree.rebuild(tensors, self.call.consts), tensors)
         survey = life.survey(call)
@@ -193,6 +218,9 @@ class _Prover:
             backend.scope(self.device, aside=not torch.is_grad_enabled()),
             trial(backend, self.device, survey, life.known_generators()) as log,
         ):
+            for tensor in stir:
+                log.before_write(tensor)
+                _memory_of(tensor).copy_(_stirred(_memory_of(tensor)))
             watch = Watch(self.device, given=tensors, undo=log)
             with watching(watch, backend.listen), steps():
                 result = life.setting.run(call.values)
@@ -274,12 +302,12 @@ class _Prover:
                 with_what = "the padding" if rounding else "what the padding holds"
                 raise self._error(f"{name} depends on {with_what}: {what}", _SIZE)
 
-    def _error(self, what: str, why: str) -> PaddingError:
+    def _error(self, what: str, why: str, fix: str = _FIX) -> PaddingError:
         sizes = [
             f"{bucket.name} {live} in {full}"
             for bucket, live, full in zip(self.fit.axes.buckets, self.fit.live, self.fit.full, strict=True)
         ]
-        return PaddingError(f"`{self.life.setting.name}`, {', '.join(sizes)}: {what}", why=why, fix=_FIX)
+        return PaddingError(f"`{self.life.setting.name}`, {', '.join(sizes)}: {what}", why=why, fix=fix)
 
 
 def _written(watch: Watch, skipped: Sequence[Tensor], names: dict[int, str]) -> dict[str, Tensor]:
@@ -288,12 +316,26 @@ def _written(watch: Watch, skipped: Sequence[Tensor], names: dict[int, str]) -> 
     found = {}
     for key, tensor in watch.outside.items():
         if key in watch.written and key not in big:
-            storage = tensor.untyped_storage()
-            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            with torch.no_grad():
-                whole.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
-            found[names.get(key, f"a tensor {tuple(tensor.shape)} from outside")] = whole.clone()
+            found[names.get(key, f"a tensor {tuple(tensor.shape)} from outside")] = _memory_of(tensor).clone()
     return found
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage, rows that it does not show included."""
+    storage = tensor.untyped_storage()
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return whole.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+
+
+def _stirred(memory: Tensor) -> Tensor:
+    """Values near 1 that no run would write by chance."""
+    return (
+        torch.arange(memory.numel(), device=memory.device, dtype=torch.float64)
+        .cos()
+        .div(2)
+        .add(1)
+        .to(memory.dtype)
+    )
 
 
 def _weights(result: Tensor) -> Tensor:
