@@ -19,6 +19,8 @@ eager, or a `GraphifyError` says where, why and what to write instead.
     step.reset()                        # drop all graphs
     handle(model).stats()               # the same controls, also where a module's own names hide them
 
+    print(check(step, x))               # all that keeps a call from becoming a graph, without a trace
+
     with disabled(): ...                # plain calls on this thread; GRAPHIFY_DISABLE=1 for a whole process
 
 `graphify.testing` compares your own code with eager, on a CPU too. `python -m graphify doctor` tells what
@@ -27,6 +29,7 @@ this installation can do, `python -m graphify demo` shows what it is good for.
 
 import typing as _typing
 
+from ._check import check as check
 from ._decorate import graphify as graphify, handle as handle
 from ._module import GraphedModule as GraphedModule
 from ._pool import GraphPool as GraphPool
@@ -53,6 +56,7 @@ __all__ = [
     "PaddingError",
     "StaleOutputError",
     "VerificationError",
+    "check",
     "disabled",
     "graphify",
     "handle",

@@ -19,7 +19,16 @@ import torch
 
 from ._following import hearing_calls
 
-__all__ = ["CodeNames", "Executed", "is_library", "line_of", "names_of", "user_frame", "user_line"]
+__all__ = [
+    "CodeNames",
+    "Executed",
+    "is_library",
+    "line_naming",
+    "line_of",
+    "names_of",
+    "user_frame",
+    "user_line",
+]
 
 _TORCH = tuple(f"{path}/" for path in torch.__path__)
 _STANDARD = tuple(
@@ -172,6 +181,19 @@ def line_of(error: BaseException) -> str | None:
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     mine = [(file, line) for file, line in lines if not is_library(file)]
     return _quote(*mine[-1]) if mine else None
+
+
+def line_naming(executed: Executed, name: str) -> str | None:
+    """The user's own line that stores a name, or else uses it: "file:line: source text" of the first."""
+    found: list[tuple[bool, str, int]] = []
+    for code, _ in executed.scopes():
+        starts = dict.fromkeys(dis.findlinestarts(code))
+        lines, line = {offset: number for offset, number in starts if number}, code.co_firstlineno
+        for step in dis.get_instructions(code):
+            line = lines.get(step.offset, line)
+            if step.argval == name and isinstance(step.argval, str):
+                found.append((not step.opname.startswith("STORE"), code.co_filename, line))
+    return _quote(*min(found)[1:]) if found else None
 
 
 def _quote(file: str, line: int) -> str:

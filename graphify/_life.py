@@ -35,7 +35,7 @@ from ._survey import Survey
 from ._tree import Tree, tensors_of, tree_of
 from ._trial import Snapshot, is_large, trial
 from ._undo import UndoLog
-from ._verdicts import given_history, host_reads, replaced_argument
+from ._verdicts import given_history, host_reads, other_place, replaced_argument
 from ._watch import Watch, watching
 from .errors import CaptureError, GraphifyWarning, InputError
 
@@ -175,9 +175,8 @@ class Life:
         hosts = [i for i, t in enumerate(call.tensors) if t.device.type != device.type]
         for i in hosts:
             if call.tensors[i].dim():
-                path, where = call.tree.tensor_paths[i], call.tensors[i].device
-                text = f"argument `{path}` is on {where} beside tensors on {device}: pass `{path}.to({str(device)!r})`"
-                return None, [], Refusal("devices", InputError(text))
+                elsewhere = other_place(call.tree.tensor_paths[i], call.tensors[i], device)
+                return None, [], Refusal("devices", elsewhere)
         return device, hosts, None
 
     def _expect(self, entry: Entry, call: Call, hosts: list[int]) -> None:

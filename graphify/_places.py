@@ -103,6 +103,13 @@ class Place(NamedTuple):
             setattr(self.container, "cell_contents" if self.kind == "cell" else self.key, value)
 
     @property
+    def variable(self) -> str:
+        """The name by which code reaches it: of an item, that of what holds it."""
+        if isinstance(self.key, str) and self.kind in ("field", "class", "cell", "attr"):
+            return self.key
+        return self.name.partition("[")[0].rpartition(".")[2]
+
+    @property
     def id(self) -> tuple[int, Any]:
         """What makes two places the same one."""
         return (id(self.container), self.key)

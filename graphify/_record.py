@@ -26,7 +26,16 @@ from ._survey import Survey
 from ._tree import Tree, tensors_of, tree_of
 from ._trial import HostRandomness
 from ._undo import UndoLog, version_of
-from ._verdicts import keeps_random_state, random_draw, second_backward, side_effect, unknown_result
+from ._verdicts import (
+    keeps_random_state,
+    other_flag,
+    other_form,
+    random_draw,
+    second_backward,
+    shared_memory,
+    side_effect,
+    unknown_result,
+)
 from ._watch import Watch, watching
 from ._whole_step import WholeStep, hooks_on
 from .backends.base import Recording
@@ -260,17 +269,9 @@ class _Recorder:
         tree, statics = self.call.tree, self.inputs.tensors
         for path, static, (layout, needed) in zip(tree.tensor_paths, statics, self.layouts, strict=True):
             if _metadata(static) != layout:
-                raise CaptureError(
-                    f"`{path}` gets another shape or layout in place",
-                    why="the caller's tensor would not, since a replay changes memory only",
-                    fix="use the form without underscore, which makes a view",
-                )
+                raise other_form(path)
             if static.requires_grad != needed:
-                raise CaptureError(
-                    f"`{path}` gets another `requires_grad` in place",
-                    why="the caller's tensor would not, since a replay changes memory only",
-                    fix=f"`{path}.detach().requires_grad_()` inside, or `{path}.requires_grad_()` before the call",
-                )
+                raise other_flag(path)
         found = tree.unpack(self.arguments)
         if (
             found is None
@@ -329,11 +330,7 @@ class _Recorder:
         graph.conflicts = frozenset(outside if graph.mutated else written & outside.keys())
         for path, tensor in zip(self.call.tree.tensor_paths, self.call.tensors, strict=True):
             if family_key(tensor) in graph.conflicts:
-                raise CaptureError(
-                    f"`{path}` shares memory with a tensor that `{self.setting.name}` uses from outside, and one is written",
-                    why="the graph reads its own copy of the argument, which would not see the write",
-                    fix="pass a clone, or use only one of the two",
-                )
+                raise shared_memory(self.setting.name, path)
 
     def _refuse_host_write(self, what: str) -> NoReturn:
         raise CaptureError(

@@ -60,13 +60,18 @@ def is_large(tensor: Tensor) -> bool:
 class Snapshot:
     """What `undo` puts back: memory written through a `Watch` that has the `log`, random streams, Python state.
 
-    Tensors above 256 MiB are not copied; the log lists those that a run wrote.
+    Tensors above `limit` bytes, by default 256 MiB, are not copied; the log lists those that a run wrote.
     """
 
     def __init__(
-        self, streams: Streams, device: torch.device, survey: Survey, generators: Sequence[torch.Generator]
+        self,
+        streams: Streams,
+        device: torch.device,
+        survey: Survey,
+        generators: Sequence[torch.Generator],
+        limit: int | None = _LIMIT,
     ) -> None:
-        self.log = UndoLog(limit=_LIMIT)
+        self.log = UndoLog(limit=limit)
         self._streams, self._survey = streams, survey
         self._host = HostRandomness(device)
         self._state = streams.rng_state([*generators, *survey.generators])
@@ -85,10 +90,14 @@ class Snapshot:
 
 @contextmanager
 def trial(
-    streams: Streams, device: torch.device, survey: Survey, generators: Sequence[torch.Generator] = ()
+    streams: Streams,
+    device: torch.device,
+    survey: Survey,
+    generators: Sequence[torch.Generator] = (),
+    limit: int | None = _LIMIT,
 ) -> Iterator[UndoLog]:
     """Undo what the body does, on the device and in Python; give the log to the body's `Watch`."""
-    snapshot = Snapshot(streams, device, survey, generators)
+    snapshot = Snapshot(streams, device, survey, generators, limit)
     try:
         yield snapshot.log
     finally:

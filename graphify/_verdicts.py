@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
@@ -15,16 +16,20 @@ from ._optimizers import refused_change
 from ._places import MISSING, Change
 from ._survey import Survey
 from ._watch import Watch
-from .errors import CaptureError
+from .errors import CaptureError, InputError
 
 __all__ = [
     "given_history",
     "host_reads",
     "is_only_written",
     "keeps_random_state",
+    "other_flag",
+    "other_form",
+    "other_place",
     "random_draw",
     "replaced_argument",
     "second_backward",
+    "shared_memory",
     "side_effect",
     "unknown_result",
 ]
@@ -90,6 +95,39 @@ def keeps_random_state(name: str, watch: Watch) -> CaptureError | None:
             fix="`preserve_rng_state=False` for a checkpoint, or no dropout inside it",
         )
     return None
+
+
+def other_place(path: str, tensor: Tensor, device: torch.device) -> InputError:
+    """An argument with dimensions that is not where the graph is."""
+    fix = f"pass `{path}.to({str(device)!r})`"
+    return InputError(f"argument `{path}` is on {tensor.device} beside tensors on {device}: {fix}")
+
+
+def other_form(path: str) -> CaptureError:
+    """An argument whose shape or layout the run changed."""
+    return CaptureError(
+        f"`{path}` gets another shape or layout in place",
+        why="the caller's tensor would not, since a replay changes memory only",
+        fix="use the form without underscore, which makes a view",
+    )
+
+
+def other_flag(path: str) -> CaptureError:
+    """An argument whose `requires_grad` the run changed."""
+    return CaptureError(
+        f"`{path}` gets another `requires_grad` in place",
+        why="the caller's tensor would not, since a replay changes memory only",
+        fix=f"`{path}.detach().requires_grad_()` inside, or `{path}.requires_grad_()` before the call",
+    )
+
+
+def shared_memory(name: str, path: str) -> CaptureError:
+    """An argument on memory that the function uses from outside, which either writes."""
+    return CaptureError(
+        f"`{path}` shares memory with a tensor that `{name}` uses from outside, and one is written",
+        why="the graph reads its own copy of the argument, which would not see the write",
+        fix="pass a clone, or use only one of the two",
+    )
 
 
 def second_backward(name: str) -> CaptureError:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from ._ambient import current_backward
-from ._code import Executed, user_line
+from ._code import Executed, is_library, user_line
 from ._composite import decomposed, is_composite
 from ._illegal import HOST, READ, Offence, offence, tensors_in
 from ._layout import family_key
@@ -25,6 +27,7 @@ _RESTRIDING = {
     getattr(aten, name).default
     for name in ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
 }
+_BATCH_NORM = nn.modules.batchnorm._BatchNorm.forward.__code__
 _BORN = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 
 
@@ -120,6 +123,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def blame(self, found: Offence) -> None:
         """Note an offence with the user's own line; raise it when strict."""
+        found = _averaging() or found
         error = CaptureError(found.what, where=user_line(), why=found.why, fix=found.fix)
         if self.strict:
             raise error
@@ -179,6 +183,20 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.born.add(key)
             elif not tensor.requires_grad:
                 self.aliases[id(tensor)] = tensor
+
+
+def _averaging() -> Offence | None:
+    """The words for a BatchNorm without momentum, whose factor is made of a count that lies on the device."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        if frame.f_code is _BATCH_NORM and frame.f_locals["self"].momentum is None:
+            return Offence(
+                "`momentum=None` makes a BatchNorm read its count of batches on the host",
+                READ,
+                "give it a momentum, such as `momentum=0.1`",
+            )
+        frame = frame.f_back
+    return None
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

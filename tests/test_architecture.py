@@ -62,7 +62,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
         *("_record", "_turns", "_verdicts"),
     ),
     5: ("_ahead", "_life", "_numbers", "_proofs", "_sizes"),
-    6: ("_decorate", "_method", "_module", "_wrapper"),
+    6: ("_check", "_decorate", "_method", "_module", "_wrapper"),
     7: (
         *("__init__", "__main__", "_demo", "_demo_models", "_doctor", "testing", "testing._acts"),
         *("testing._changes", "testing._checks", "testing._compare", "testing._data", "testing._grammar"),
@@ -122,6 +122,7 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_ahead": ("_life", "_sizes"),
     "_proofs": ("_life",),
     "_sizes": ("_life", "_proofs"),
+    "_check": ("_method", "_module"),
     "_method": ("_wrapper",),
     "_module": ("_method", "_wrapper"),
     "_decorate": ("_method", "_module", "_wrapper"),

@@ -99,6 +99,9 @@ class Backend(Protocol):
     def listen(self, report: Report) -> AbstractContextManager[None]:
         """Report host reads on this thread that no dispatch mode sees."""
 
+    def waits(self, report: Report) -> AbstractContextManager[None]:
+        """Report each wait of the host for the device, whoever causes it; process-wide, so for one thread alone."""
+
     def hand_over(self, tensors: Iterable[Tensor]) -> None:
         """Let the caller's stream use tensors that were made inside `scope`."""
 

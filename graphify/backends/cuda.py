@@ -26,6 +26,7 @@ __all__ = ["CudaBackend", "CudaRecording", "available", "facts", "synchronize"]
 T = TypeVar("T")
 
 _HEALINGS = 16
+_WAITED = "called a synchronizing CUDA operation"
 
 # Before torch 2.14 a capture that cannot be ended stays registered with the allocator, which then never frees
 # a block again that another stream has used (https://github.com/pytorch/pytorch/pull/180395).
@@ -218,6 +219,27 @@ class CudaBackend:
     def listen(self, report: Report) -> AbstractContextManager[None]:
         """Printing switches dispatch modes off; every other host read of a CUDA tensor passes the dispatcher."""
         return listen(report, "cuda", ("__repr__", "__format__", "__reduce_ex__"))
+
+    @contextmanager
+    def waits(self, report: Report) -> Iterator[None]:
+        """Report what torch's debug mode for synchronisation warns of."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            show: Callable[..., None] = warnings.showwarning
+
+            def hear(message: Any, *rest: Any, **more: Any) -> None:
+                if _WAITED in str(message):
+                    report(str(message))
+                elif "debug mode" not in str(message):
+                    show(message, *rest, **more)
+
+            warnings.showwarning = hear
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
 
     def hand_over(self, tensors: Iterable[Tensor]) -> None:
         """Mark warm-up results as used on the caller's stream."""

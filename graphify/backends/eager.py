@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -143,6 +143,10 @@ class EagerBackend:
     def listen(self, report: Report) -> AbstractContextManager[None]:
         """Report host reads on this thread, so that this path refuses what a graph would refuse."""
         return listen(report)
+
+    def waits(self, report: Report) -> AbstractContextManager[None]:
+        """Nothing to hear: the host does the work itself."""
+        return nullcontext()
 
     def hand_over(self, tensors: Iterable[Tensor]) -> None:
         """Nothing to do: the work stays on the caller's stream."""

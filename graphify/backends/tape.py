@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -183,6 +183,10 @@ class TapeBackend:
     def listen(self, report: Report) -> AbstractContextManager[None]:
         """Report host reads of CPU tensors on this thread."""
         return listen(report)
+
+    def waits(self, report: Report) -> AbstractContextManager[None]:
+        """Nothing to hear: the host does the work itself."""
+        return nullcontext()
 
     def hand_over(self, tensors: Iterable[Tensor]) -> None:
         """Nothing to do: there is one stream."""
