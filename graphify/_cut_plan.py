@@ -35,9 +35,8 @@ def cut_results(results: Sources, ways: Sequence[Way], tensors: Sources, fit: Fi
             made[id(result)] = tensors[way.base.leaf]
         elif way.base.kind == "view":
             base = tensors[way.base.leaf]
-            made[id(result)] = placed(
-                base, like_of(result, way.form), first_byte(base) + way.form.offset, way.form
-            )
+            like, byte = like_of(result, way.form), first_byte(base) + way.form.offset
+            made[id(result)] = placed(_history(base, result), like, byte, way.form)
         else:
             made[id(result)] = _from_outside(result, result, way.form)
     return [made[id(result)] for result in results]
@@ -51,6 +50,11 @@ def _own_results(results: Sources, ways: Sequence[Way], family: int, fit: Fit) -
         return {id(result): result}
     laid = _laid_out([member for _, member in members])
     return {id(result): made for (result, _), made in zip(members, laid, strict=True)}
+
+
+def _history(base: Tensor, result: Tensor) -> Tensor:
+    """What a view is to be taken of: of a base without its history where the result has none."""
+    return base.detach() if base.requires_grad and not result.requires_grad else base
 
 
 def _members(results: Sources, ways: Sequence[Way], family: int, fit: Fit) -> list[tuple[Tensor, Member]]:
@@ -78,10 +82,10 @@ def _laid_out(members: Sequence[Member]) -> list[Tensor]:
         kind = next((p for p, _, _ in members if p.requires_grad), part)
         count = -(-max(map(_end, members)) // kind.element_size())
         home = torch.empty(count, dtype=kind.dtype, device=kind.device)
-        laid = [placed(home, like, form.offset, form) for _, like, form in members]
-        for place, (part, _, form) in zip(laid, members, strict=True):
-            _write(place, part.reshape(form.shape))
-    return laid
+        # Those with a history last: the last write is where gradients of shared elements go.
+        for part, like, form in sorted(members, key=lambda member: member[0].requires_grad):
+            _write(placed(home, like, form.offset, form), part.reshape(form.shape))
+        return [placed(_history(home, part), like, form.offset, form) for part, like, form in members]
 
 
 def _write(place: Tensor, part: Tensor) -> None:
@@ -147,7 +151,7 @@ class CutPlan(ResultPlan):
         if way.base.kind == "view":
             like, byte = like_of(result, form), form.offset
             return lambda sources, fresh, tied: placed(
-                sources[index], like, first_byte(sources[index]) + byte, form
+                _history(sources[index], result), like, first_byte(sources[index]) + byte, form
             )
         held = self._outside.get(family_key(result))
         base = result if held is None else held[0][0]
