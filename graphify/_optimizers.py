@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ._code import Executed
 from ._lifted import Lifted, OnDevice
@@ -38,16 +39,20 @@ class UnbuiltError(CaptureError):
 
 @contextmanager
 def steps(lifted: Lifted | None = None) -> Iterator[list[Optimizer]]:
-    """Note each optimizer that steps on this thread inside the body.
+    """Note each optimizer that steps inside the body, on this thread or in the hooks of a backward that it runs.
 
     Where one has tensors among its options, its step runs with these kept on the device: torch itself would
     read some of them on the host. `lifted` are the numbers that are such tensors for this run only.
     """
-    thread, found = threading.get_ident(), list[Optimizer]()
+    thread, modes, found = threading.get_ident(), _modes(), list[Optimizer]()
     entered: list[OnDevice | None] = []
 
+    def here() -> bool:
+        """A device's backward runs its hooks on a thread of its own, below the modes of the thread that asked for it."""
+        return threading.get_ident() == thread or (bool(modes) and any(m is modes[-1] for m in _modes()))
+
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() != thread:
+        if not here():
             return
         if all(optimizer is not known for known in found):
             found.append(optimizer)
@@ -57,7 +62,7 @@ def steps(lifted: Lifted | None = None) -> Iterator[list[Optimizer]]:
             mode.__enter__()  # type: ignore[no-untyped-call]
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() == thread:
+        if here():
             leave()
 
     def leave() -> None:
@@ -73,6 +78,10 @@ def steps(lifted: Lifted | None = None) -> Iterator[list[Optimizer]]:
             handle.remove()
         while entered:  # of steps that raised
             leave()
+
+
+def _modes() -> list[Any]:
+    return list(_get_current_dispatch_mode_stack())
 
 
 def _has_tensors(optimizer: Optimizer) -> bool:

@@ -171,8 +171,10 @@ class CudaBackend:
 
     def busy(self) -> bool:
         """Whether the current stream is being captured by somebody else."""
-        if not self._started:
-            self._started = _initialized()
+        if not self._started and _initialized():
+            self._started = True
+            if not _is_capturing():
+                _settle_attention()
         return self._started and _is_capturing()
 
     @contextmanager
@@ -366,6 +368,15 @@ def _heal(device: torch.device) -> None:
         torch.rand(1, device=device)
         if _end(graph, device, handle) is None:
             return
+
+
+def _settle_attention() -> None:
+    """Let torch put its kernels of attention in order, which it does at the first question and which keys hold."""
+    choose = getattr(torch, "_fused_sdp_choice", None)
+    if choose is not None:
+        with torch.no_grad():
+            x = torch.zeros(1, 1, 8, 8, device="cuda", dtype=torch.float16)
+            choose(x, x, x)
 
 
 def _default(device: torch.device) -> torch.Generator:
