@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from ._entry import Entry, Table
-from ._graph import Call, Graph
-from ._instances import Instances
+from ._graph import Call
+from ._instances import graphs_of
 from ._layout import family_key
 from ._life import Life
 from ._sizes import Sized, Sizes
@@ -105,7 +105,7 @@ def static_input(life: Life, name: str) -> Tensor:
     path, found, names = same_path(name), dict[int, Tensor](), set[str]()
     for entry in life.ready:
         names.update(entry.tree.tensor_paths)
-        for graph in _graphs_of(entry):
+        for graph in graphs_of(entry.graph):
             for leaf, static in zip(
                 map(same_path, entry.tree.tensor_paths), graph.inputs.tensors, strict=True
             ):
@@ -119,12 +119,6 @@ def static_input(life: Life, name: str) -> Tensor:
         )
     life.lend_input(path)
     return next(iter(found.values())).detach()
-
-
-def _graphs_of(entry: Entry) -> list[Graph]:
-    if isinstance(entry.graph, Instances):
-        return entry.graph.graphs
-    return [] if entry.graph is None else [entry.graph]
 
 
 @contextmanager

@@ -50,6 +50,7 @@ class _Given(TypedDict, total=False):
     fallback: Literal["raise", "eager"]
     max_graphs: int | None
     max_bytes: int | None
+    verify: int
     pool: GraphPool | None
     backend: Literal["auto", "cuda", "tape", "eager"]
 
@@ -94,6 +95,7 @@ def graphify(
     fallback: Literal["raise", "eager"] = "raise",
     max_graphs: int | None = 64,
     max_bytes: int | None = None,
+    verify: int = 0,
     pool: GraphPool | None = None,
     backend: Literal["auto", "cuda", "tape", "eager"] = "auto",
 ) -> Any:
@@ -130,6 +132,10 @@ def graphify(
         fallback: "raise" when a call cannot be captured, or "eager": run it eagerly, counted and warned once.
         max_graphs: Signatures kept; the least recently used are dropped beyond. None: no limit.
         max_bytes: Bytes of graph memory kept; the least recently used signatures are dropped beyond. None: no limit.
+        verify: How many replays of each graph, from the first after its capture on, are compared with an eager run of
+            the same call, which leaves no trace: results, arguments, memory that the function uses, `.grad`, random
+            streams, attributes; of a training pair the forward. A difference is a `VerificationError`, and that call
+            has not happened. Python runs once more per verified call. `GRAPHIFY_VERIFY=n` does it for a whole process.
         pool: A `GraphPool` shared by wrappers that never replay at the same time.
         backend: "auto" (graphs on CUDA, plain calls on a CPU), "cuda", "tape" (emulates graphs on a CPU),
             "eager" (the whole path with the function itself as the recording).
@@ -154,6 +160,7 @@ def graphify(
         fallback=fallback,
         max_graphs=max_graphs,
         max_bytes=max_bytes,
+        verify=verify,
         pool=pool,
         backend=backend,
     )

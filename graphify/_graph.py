@@ -154,8 +154,9 @@ class Graph:
                 torch.autograd.graph.increment_version(self.bumped)
             if self.step is not None:
                 self.step.apply()
+            result = self.deliver(tensors, fresh, values)
             self.replays += 1
-            return self.deliver(tensors, fresh, values)
+            return result
 
     @property
     def nodes(self) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._graph import Graph
 
-__all__ = ["MOST", "Instances"]
+__all__ = ["MOST", "Instances", "graphs_of"]
 
 MOST = 8
 """How many forwards may wait for their backwards; each keeps its activations, as in eager."""
@@ -31,8 +31,9 @@ class Instances:
         with self.pool.lock:
             for graph in self.graphs:
                 if not graph.busy():
+                    result = graph(tensors, values, staged)
                     self.replays += 1
-                    return graph(tensors, values, staged)
+                    return result
         return self._more(tensors, values)
 
     @property
@@ -59,3 +60,10 @@ class Instances:
         for graph in self.graphs:
             yield graph
             yield from graph.backwards()
+
+
+def graphs_of(graph: Graph | Instances | None) -> list[Graph]:
+    """The graphs behind a signature's, each with inputs of its own."""
+    if isinstance(graph, Instances):
+        return graph.graphs
+    return [] if graph is None else [graph]

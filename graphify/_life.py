@@ -21,7 +21,7 @@ from ._entry import Entry, Refusal, Table, host_value
 from ._gate import Gate, close_gates
 from ._graph import Call, Graph, Order, Setting
 from ._guards import Guard
-from ._instances import MOST, Instances
+from ._instances import MOST, Instances, graphs_of
 from ._layout import family_key
 from ._lifted import numbers_of
 from ._numbers import Numbers
@@ -36,6 +36,7 @@ from ._tree import Tree, tensors_of, tree_of
 from ._trial import Snapshot, is_large, trial
 from ._undo import UndoLog
 from ._verdicts import given_history, host_reads, other_place, replaced_argument
+from ._verify import Verified, Verifier
 from ._watch import Watch, watching
 from .errors import CaptureError, GraphifyWarning, InputError
 
@@ -473,8 +474,36 @@ class Life:
         # A recording run that was real has read its inputs, and may have changed them.
         result = entry.graph(call.tensors, call.values, staged=entry.graph.recording.ran)
         entry.graph.replays = 0
+        self._verify_first(entry)
         self.counts["captures"] += 1
         return result
+
+    def _verify_first(self, entry: Entry) -> None:
+        """From here on compare with eager, a few times; before, a capture's own replay."""
+        for graph in graphs_of(entry.graph):
+            self._verify(entry, graph)
+
+    def _verify(self, entry: Entry, graph: Graph) -> None:
+        times = self.options.verified
+        if times and entry.large:
+            text = "is not verified: it writes tensors above 256 MiB, of which no copy is made"
+            self.say("verify", text)
+        elif times:
+            verifier = Verifier(
+                self.setting,
+                entry.tree,
+                entry.device_or_raise(),
+                self.executed,
+                self.generators,
+                times=times,
+                rounding=bool(entry.staged or self._numbers.lifted(entry.numbers)),
+            )
+            verifier.begin(graph)
+
+    def verify_size(self, whole: Graph, made: Graph, *, cut: bool) -> None:
+        """Verify a bucket's graph in calls of one size; `cut`: it is not the bucket's own size."""
+        if isinstance(whole, Verified):
+            whole.verifier.at_size(cut=cut).begin(made)
 
     def _once_more(self, entry: Entry, call: Call) -> Any:
         """The run did what no warm-up did before: this call is one more."""
@@ -562,6 +591,7 @@ class Life:
                 instances.graphs.append(graph)
                 self.counts["recordings"] += 1
                 result = graph(call.tensors, call.values, staged=graph.recording.ran)
+                self._verify(entry, graph)
                 self.counts["captures"] += 1
                 return result
         return self.eagerly("instances", call)
@@ -591,6 +621,7 @@ class Life:
             entry.refusal = Refusal("uncapturable", error)
         if entry.graph is not None:
             entry.graph.recording.ran = False
+            self._verify_first(entry)
 
     # -- leaving
 

@@ -23,6 +23,9 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_VERIFY = os.environ.get("GRAPHIFY_VERIFY", "") or "0"
+if not _VERIFY.isdecimal():
+    raise ValueError(f"GRAPHIFY_VERIFY is the number of replays per graph to verify, not {_VERIFY!r}")
 _DISABLED = os.environ.get("GRAPHIFY_DISABLE", "") not in ("", "0")
 
 
@@ -39,6 +42,7 @@ class Options:
     fallback: Literal["raise", "eager"] = "raise"
     max_graphs: int | None = 64
     max_bytes: int | None = None
+    verify: int = 0
     pool: GraphPool | None = None
     backend: Literal["auto", "cuda", "tape", "eager"] = "auto"
 
@@ -47,6 +51,7 @@ class Options:
         _one_of("fallback", self.fallback, ("raise", "eager"))
         _one_of("backend", self.backend, BACKENDS)
         _count("warmup", self.warmup)
+        _count("verify", self.verify, least=0)
         if self.max_graphs is not None:
             _count("max_graphs", self.max_graphs)
         if self.max_bytes is not None:
@@ -59,6 +64,11 @@ class Options:
             )
         if self.pool is not None and not isinstance(self.pool, GraphPool):
             raise TypeError(f"pool must be a GraphPool or None, not {self.pool!r}")
+
+    @property
+    def verified(self) -> int:
+        """How many replays of each graph are verified, asked for here or in the environment."""
+        return max(self.verify, int(_VERIFY))
 
 
 def _names(name: str, given: object) -> tuple[str, ...]:
@@ -74,11 +84,11 @@ def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
 
 
-def _count(name: str, value: object) -> None:
+def _count(name: str, value: object, least: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
 
 
 @contextmanager

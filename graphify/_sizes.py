@@ -277,6 +277,7 @@ class Sizes:
             if made is None:
                 made = fitted(whole, self.life.setting, entry.fit, ways, entry.fills, entry.tree)
                 whole.fits[entry.key] = made
+                self.life.verify_size(whole, made, cut=not entry.fit.is_full)
         else:
             made = Padded(whole, entry.fit, ways, entry.fills, entry.tree)
         entry.follow(bucket, made)

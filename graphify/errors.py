@@ -56,7 +56,11 @@ class PaddingError(GraphifyError):
 
 
 class VerificationError(GraphifyError):
-    """A replay whose result differed from the eager result."""
+    """A replay that left something else than eager: the message says what, the likely cause, and what to write."""
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+        self.what, self.why, self.fix = what, why, fix
+        super().__init__(_taught(what, why=why, write=fix))
 
 
 def _taught(what: str, **lines: str | None) -> str:

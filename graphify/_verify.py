@@ -1,0 +1,361 @@
+"""The first replays of a graph beside eager runs of the same calls, each run a trial."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ._code import Executed
+from ._graph import Call, Graph, Setting
+from ._layout import family_key
+from ._nearness import unlike
+from ._optimizers import steps
+from ._options import disabled
+from ._places import MISSING, is_plain, same
+from ._survey import Survey
+from ._tree import Tree, tree_of
+from ._trial import HostRandomness, Snapshot, is_large, trial
+from ._undo import UndoLog, below
+from ._watch import Watch, watching
+from .errors import InputError, VerificationError
+
+__all__ = ["Verified", "Verifier"]
+
+_WORDS = ("replayed", "in eager")
+_ONCE = "Python runs when a graph is recorded; a replay repeats device work only"
+_KEEP = (
+    "keep it in a tensor that the function reads, pass it as an argument, or name it plainly in the function"
+)
+
+
+_UNORDERED = (
+    "two replays differ: some of the work is in no order, such as a kernel on another stream",
+    "make the other stream wait, and join it before the end (`wait_stream`)",
+)
+_UNRECORDED = (
+    "some of the work is not in the recording: on another stream, or on memory (numpy, `data_ptr`, an extension)",
+    "use torch operators on the current stream, or call that part outside the graphed function",
+)
+
+
+class Verified(Graph):
+    """A graph whose first replays are verified; then it becomes a plain one."""
+
+    verifier: Verifier
+
+    def __call__(self, tensors: tuple[Tensor, ...], values: tuple[Any, ...], staged: bool = False) -> Any:
+        """Replay, and compare with eager."""
+        return self.verifier.replay(self, tensors, values)
+
+
+class _Left(NamedTuple):
+    """What one run left, copied before anything else could write there."""
+
+    tree: Tree | None
+    """Of the result; None where no structure could be read off it."""
+    tokens: tuple[Any, ...]
+    results: Sequence[Tensor]
+    memory: dict[str, Tensor]
+    python: dict[str, Any]
+    grads: dict[str, Tensor | None]
+    streams: Any
+    drawn: list[str]
+
+    def copies(self) -> Iterator[Tensor]:
+        """Every tensor that was copied for it."""
+        yield from self.results
+        yield from self.memory.values()
+        yield from (t for t in (*self.python.values(), *self.grads.values()) if isinstance(t, Tensor))
+
+
+class _Kept(NamedTuple):
+    """What Python held at the capture, whether or not the code names it: content by name, and how to read it now."""
+
+    name: str
+    before: Any
+    now: Any
+
+
+class Verifier:
+    """What the replays of one recording are compared with; several sizes of one bucket share the count."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        tree: Tree,
+        device: torch.device,
+        executed: Executed,
+        generators: Mapping[int, torch.Generator],
+        *,
+        times: int,
+        rounding: bool,
+    ) -> None:
+        self.setting, self.tree, self.device, self.executed = setting, tree, device, executed
+        self.generators, self.rounding, self.cut = generators, rounding, False
+        self.left = [times]
+        # Only values: a survey would keep the very instance alive whose graphs die with it.
+        survey = Survey([(setting.name, setting.target), *setting.optimizers], Executed(everything=True))
+        places = (held for held in survey.places.values() if held[0].kind != "attr")
+        self._places = [
+            (place, value) for place, value in places if is_plain(value) or isinstance(value, Tensor)
+        ]
+        self._bulk = survey.bulk
+
+    def begin(self, graph: Graph) -> None:
+        """Verify the next replays of this graph."""
+        if self.left[0] > 0:
+            graph.__class__ = Verified
+            graph.verifier = self  # type: ignore[attr-defined]
+
+    def at_size(self, *, cut: bool) -> Verifier:
+        """The same for calls of one size of a bucket; `cut`: eager runs at another size than the graph."""
+        made = object.__new__(Verifier)
+        made.__dict__.update(self.__dict__)
+        made.cut, made.rounding = cut, self.rounding or cut
+        return made
+
+    def replay(self, graph: Graph, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Any:
+        """The result of a replay that left what eager leaves.
+
+        Raises:
+            VerificationError: what differs; everything is as it was before the call.
+        """
+        with graph.pool.lock:
+            if self.left[0] <= 0:
+                self._end(graph)
+                return graph(tensors, values)
+            call = Call(self.tree, values, tensors)
+            expected, watch = self._eager(graph, call)
+            result, found, before = self._replayed(graph, call, watch)
+            compared = not (self.cut and watch.drew)  # else the padded rows draw numbers, too
+            what = _difference(expected, found, rounding=self.rounding) if compared else None
+            if what is not None:
+                del result
+                before.undo()
+                graph.replays -= 1
+                result = self._settled(graph, call, expected, found, what)
+            self.left[0] -= 1
+            if self.left[0] <= 0:
+                self._end(graph)
+            return result
+
+    def _end(self, graph: Graph) -> None:
+        graph.__class__ = Graph
+        vars(graph).pop("verifier", None)
+
+    # -- runs
+
+    def _eager(self, graph: Graph, call: Call) -> tuple[_Left, Watch]:
+        """What a run of the function leaves; nothing of it stays."""
+        backend, survey = self.setting.backend, self._survey(call)
+        generators = [*self.generators.values()]
+        with (
+            disabled(),
+            backend.scope(self.device, aside=not torch.is_grad_enabled()),
+            trial(backend, self.device, survey, generators) as log,
+        ):
+            self._save(log, graph, call, survey)
+            host, watch = HostRandomness(self.device), Watch(self.device, given=call.tensors, undo=log)
+            with watching(watch, backend.listen), steps():
+                result = self.setting.run(call.values)
+            left = self._taken(result, graph, call, survey, host, watch)
+        backend.hand_over(left.copies())
+        return left, watch
+
+    def _replayed(self, graph: Graph, call: Call, watch: Watch) -> tuple[Any, _Left, Snapshot]:
+        """The result of a replay, what it left, and the way back."""
+        survey, host = self._survey(call), HostRandomness(self.device)
+        before = Snapshot(self.setting.backend, self.device, survey, [*self.generators.values()])
+        self._save(before.log, graph, call, survey)
+        for tensor in _written(watch):
+            before.log.before_write(tensor)
+        try:
+            result = Graph.__call__(graph, call.tensors, call.values)
+            return result, self._taken(result, graph, call, survey, host, watch), before
+        except BaseException:
+            before.undo()
+            raise
+
+    def _survey(self, call: Call) -> Survey:
+        return Survey([*self.setting.roots(call), ("arguments", list(call.values))], self.executed)
+
+    def _save(self, log: UndoLog, graph: Graph, call: Call, survey: Survey) -> None:
+        """Save what a run may write where no dispatcher sees it; of parameters, which are large, nobody writes so."""
+        for tensor in self._in_reach(graph, call, survey).values():
+            log.before_write(tensor)
+
+    def _in_reach(self, graph: Graph, call: Call, survey: Survey) -> dict[str, Tensor]:
+        held = [
+            (f"argument `{path}`", t) for path, t in zip(call.tree.tensor_paths, call.tensors, strict=True)
+        ]
+        held += [(f"`{place.name}`", t) for place, t in survey.tensors()]
+        held += [(f"a tensor {tuple(t.shape)} from outside", t) for t in graph.kept]
+        found: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in held:
+            if isinstance(tensor, nn.Parameter) and not name.startswith("argument"):
+                continue
+            if tensor.layout is torch.strided and not is_large(tensor):
+                found.setdefault(family_key(tensor), (name, tensor))
+        return dict(found.values())
+
+    def _taken(
+        self, result: Any, graph: Graph, call: Call, survey: Survey, host: HostRandomness, watch: Watch
+    ) -> _Left:
+        """Copy what a run left while it is still there."""
+        tree, tokens, results = _read(result)
+        names = {family_key(t): f"`{place.name}`" for place, t in survey.tensors()}
+        memory = self._in_reach(graph, call, survey)
+        for tensor in _written(watch):
+            memory.setdefault(
+                names.get(family_key(tensor), f"a tensor {tuple(tensor.shape)} from outside"), tensor
+            )
+        python = {f"`{c.place.name}`": c.after for c in survey.changes(self._survey(call))}
+        leaves = {f"`{place.name}.grad`": t for place, t in survey.tensors() if t.is_leaf and t.requires_grad}
+        return _Left(
+            tree,
+            tokens,
+            [_copy(t) for t in results],
+            {name: _copy(_whole(t)) for name, t in memory.items()},
+            {name: _copy(value) if isinstance(value, Tensor) else value for name, value in python.items()},
+            {name: None if t.grad is None else _copy(t.grad) for name, t in leaves.items()},
+            self.setting.backend.rng_state([*self.generators.values()]),
+            host.drawn(),
+        )
+
+    # -- judging
+
+    def _settled(self, graph: Graph, call: Call, expected: _Left, found: _Left, what: str) -> Any:
+        """The replay once more where eager itself differs by as much from run to run; else the error."""
+        again, watch = self._eager(graph, call)
+        steady = _difference(expected, again, rounding=False) is None
+        near = steady or _difference(expected, again, rounding=True) is None
+        if not steady and near and _difference(expected, found, rounding=True) is None:
+            return self._replayed(graph, call, watch)[0]
+        why, fix = self._cause(near=near) or self._cause_of_work(graph, call, found, watch)
+        raise VerificationError(f"`{self.setting.name}`: {what}", why=why, fix=fix)
+
+    def _cause(self, *, near: bool) -> tuple[str, str] | None:
+        """The likely cause where Python holds it."""
+        for kept in self._changed():
+            if isinstance(kept.before, Tensor):
+                return f"{kept.name} is re-bound since the capture, and the graph reads the old memory", _KEEP
+            if isinstance(kept.before, (int, float, complex)):
+                return (
+                    f"a baked scalar: {kept.name} is {kept.now!r}, and was {kept.before!r} at the capture",
+                    _KEEP,
+                )
+            return f"host state: {kept.name} changed since the capture, where no guard looks for it", _KEEP
+        if not near:
+            text = "host state: eager itself gives another result at each run, by something that Python does not show"
+            return f"{text} (a file, a clock, a counter in C)", "pass what it reads as an argument"
+        return None
+
+    def _changed(self) -> Iterator[_Kept]:
+        for place, before in self._places:
+            now = place.read()
+            if not same(now, before):
+                kind = "the closure variable " if place.kind == "cell" else ""
+                yield _Kept(f"{kind}`{place.name}`", before, "nothing" if now is MISSING else now)
+        for bulk in self._bulk:
+            if bulk.read() != bulk.content:
+                yield _Kept(f"`{bulk.name}`", None, None)
+
+    def _cause_of_work(self, graph: Graph, call: Call, found: _Left, watch: Watch) -> tuple[str, str]:
+        """The likely cause where Python is the same: the work that was recorded is not all, or not in order."""
+        _, again, before = self._replayed(graph, call, watch)
+        before.undo()
+        graph.replays -= 1
+        if _difference(found, again, rounding=True) is not None:
+            return _UNORDERED
+        return _UNRECORDED
+
+
+def _read(result: Any) -> tuple[Tree | None, tuple[Any, ...], Sequence[Tensor]]:
+    roots = (result,)
+    try:
+        tree = tree_of(roots, ("output",))
+    except InputError:
+        return None, (), ()
+    found = tree.unpack(roots)
+    assert found is not None, "a value has the structure that was read off it"
+    return tree, found[1], found[0]
+
+
+def _written(watch: Watch) -> list[Tensor]:
+    """What an eager run wrote of memory that was there before."""
+    return [t for key, t in watch.outside.items() if key in watch.written and not is_large(t)]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    with torch.inference_mode(False), below():
+        return tensor.clone()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of the memory that a tensor lies in: what is behind a view counts, too."""
+    storage = tensor.untyped_storage()
+    with torch.inference_mode(False), below():
+        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+
+
+# -- comparing
+
+
+def _difference(expected: _Left, found: _Left, *, rounding: bool) -> str | None:
+    """The first thing that one run left otherwise than another."""
+    return (
+        _unlike_results(expected, found, rounding=rounding)
+        or _unlike_all(expected.memory, found.memory, rounding=rounding)
+        or _unlike_all(expected.python, found.python, rounding=rounding)
+        or _unlike_all(expected.grads, found.grads, rounding=rounding)
+        or _unlike_streams(expected, found)
+    )
+
+
+def _unlike_results(expected: _Left, found: _Left, *, rounding: bool) -> str | None:
+    if expected.tree is None or found.tree is None or expected.tree != found.tree:
+        return "`output` is of another structure in eager"
+    for path, left, right in zip(expected.tree.const_paths, expected.tokens, found.tokens, strict=True):
+        if left != right:
+            return f"`{path}` is {right!r} replayed, {left!r} in eager"
+    for path, one, other in zip(expected.tree.tensor_paths, expected.results, found.results, strict=True):
+        what = unlike(one, other, rounding=rounding, words=_WORDS)
+        if what is not None:
+            return f"`{path}`: {what}"
+    return None
+
+
+def _unlike_all(expected: Mapping[str, Any], found: Mapping[str, Any], *, rounding: bool) -> str | None:
+    for name in {**expected, **found}:
+        left, right = expected.get(name, MISSING), found.get(name, MISSING)
+        if isinstance(left, Tensor) and isinstance(right, Tensor):
+            what = unlike(left, right, rounding=rounding, words=_WORDS)
+        elif is_plain(left) and is_plain(right) and same(right, left):
+            what = None
+        elif left is MISSING or right is MISSING or is_plain(left) or is_plain(right):
+            what = f"left as {_shown(right)} by the replay, as {_shown(left)} by eager"
+        else:
+            what = None
+        if what is not None:
+            return f"{name}: {what}"
+    return None
+
+
+def _shown(value: Any) -> str:
+    if value is MISSING:
+        return "it was"
+    return repr(value) if is_plain(value) else f"a {type(value).__name__}"
+
+
+def _unlike_streams(expected: _Left, found: _Left) -> str | None:
+    for name in expected.drawn:
+        if name not in found.drawn:
+            return f"the stream of {name} moves in eager only"
+    for (generator, left), (_, right) in zip(expected.streams, found.streams, strict=True):
+        if not torch.equal(left, right):
+            return f"the random stream of {generator.device} is at another place than in eager"
+    return None
