@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 from ._ambient import keeps_graph
 from ._backwards import Backward, record_backward
 from ._ends import Group, Wanted
-from ._gate import Gate, Pulled, fitted
+from ._gate import Gate
 from ._graph import Graph, Setting
 from ._layout import family_key
+from ._pulled import Pulled, fitted
 from ._results import Primary
 from ._saved import Saved, modified
 from ._signature import overlap, specs_of
@@ -45,10 +47,11 @@ class Patterns:
 
 
 class _Known(NamedTuple):
-    """A recorded backward and what it reads from outside: places among the checked, and addresses."""
+    """A recorded backward and what it reads from outside, with places among the checked, and with addresses."""
 
     backward: Backward
-    checked: list[int]
+    places: list[int]
+    checked: list[Tensor]
     read: list[Tensor]
     addresses: list[int]
 
@@ -71,12 +74,14 @@ class Instance:
         self.drew = False
         self.saved: list[Saved] = []
         self.checked: list[Saved] = []
+        self._watched: list[Tensor] = []
         self.read: list[tuple[Tensor, int]] = []
         self._backwards: dict[Any, _Known] = {}
         self._primaries: list[Primary] = []
         self._outputs: list[Tensor] = []
         self._statics: Sequence[Tensor] = ()
         self._turn: Callable[[], Turn | None] = _nobody
+        self._lent: Pulled | None = None
 
     def plan(self, primaries: list[Primary], wants: Wanted, statics: Sequence[Tensor]) -> None:
         """Learn what the outputs of the forward are, and whose gradients its backward gives."""
@@ -100,6 +105,7 @@ class Instance:
         self._outputs = [p.of(results) for p in self._primaries]
         self.saved = saved
         self.checked = [kept for kept in saved if family_key(kept.tensor) in outside]
+        self._watched = [kept.tensor for kept in self.checked]
 
     def reads(self, tensors: Iterable[Tensor]) -> None:
         """Learn which tensors from outside a backward may read: those that share memory with what was saved."""
@@ -109,11 +115,13 @@ class Instance:
     def busy(self) -> bool:
         """Whether a backward through the last replay may still come."""
         turn = self._turn()
-        return turn is not None and turn.waits()
+        if turn is not None and turn.waits():
+            return True
+        return self._lent is not None and self._lent.needed_elsewhere()
 
     def attach(self, sources: Sequence[Tensor], parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """Tie the outputs of a call to this instance's backward."""
-        turn = Turn(self, [kept.tensor._version for kept in self.checked])
+        turn = Turn(self, [*map(_version_of, self._watched)])
         self._turn = weakref.ref(turn)
         if torch.is_grad_enabled():
             tied = turn.tie(sources, parts)
@@ -156,16 +164,25 @@ class Instance:
             return [None] * (len(wants.arguments) + len(wants.others)), Pulled(nothing, lambda: nothing)
         key = (tuple(g is None for g in grads), *_kind(given))
         with self.setting.pool.lock:
+            self.reclaim()
             known = self._backwards.get(key)
             if known is None:
                 return self._first(turn, key, grads, given)
             self._check(known, turn.versions)
-            return known.backward.graph(given, ()), known.backward.pulled(given)
+            found, self._lent = known.backward.graph(given, ()), known.backward.pulled(given)
+            return found, self._lent
+
+    def reclaim(self) -> None:
+        """The next replay may write where gradients lie that the running backward has not added yet."""
+        if self._lent is not None:
+            self._lent.keep()
+            self._lent = None
 
     def _check(self, known: _Known, versions: list[int]) -> None:
-        for place in known.checked:
-            if self.checked[place].tensor._version != versions[place]:
-                raise modified(self.checked[place].tensor, versions[place])
+        if [*map(_version_of, known.checked)] != [versions[place] for place in known.places]:
+            for place, tensor in zip(known.places, known.checked, strict=True):
+                if tensor._version != versions[place]:
+                    raise modified(tensor, versions[place])
         if [*map(Tensor.data_ptr, known.read)] != known.addresses:
             raise self._moved()
 
@@ -195,16 +212,17 @@ class Instance:
                 self._backwards[key] = self._known(backward)
                 patterns.recorded()
                 ran = backward.graph.recording.ran
-                return backward.graph(given, (), staged=ran), backward.pulled(given)
+                found, self._lent = backward.graph(given, (), staged=ran), backward.pulled(given)
+                return found, self._lent
         if self.drew and backend.nodes_have_streams:
             raise error  # a random operator's backward looks on the device for what a live one has on the host
         patterns.refuse(error)
         return self._live(grads, given)
 
     def _known(self, backward: Backward) -> _Known:
-        checked = [i for i, kept in enumerate(self.checked) if kept.used]
-        read = self._used()
-        return _Known(backward, checked, [t for t, _ in read], [address for _, address in read])
+        places, read = [i for i, kept in enumerate(self.checked) if kept.used], self._used()
+        checked = [self.checked[i].tensor for i in places]
+        return _Known(backward, places, checked, [t for t, _ in read], [address for _, address in read])
 
     def _live(self, grads: Grads, given: tuple[Tensor, ...]) -> Found:
         """Run the backward for real, through the activations that the last replay left."""
@@ -274,6 +292,9 @@ def unhooked(tensors: Sequence[Tensor]) -> Iterator[None]:
             held.update(items)
         for tensor, grad in grads:
             tensor.grad = grad
+
+
+_version_of = attrgetter("_version")
 
 
 def _nobody() -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ._code import Executed
 from ._ends import Wanted
-from ._gate import Pulled, fitted
 from ._graph import Graph, Setting, plan_launch
 from ._inputs import StaticInputs
 from ._layout import family_key
+from ._pulled import Pulled, fitted
 from ._results import ResultPlan
 from ._signature import TensorSpec
 from ._survey import Survey

@@ -8,16 +8,18 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.autograd.graph import get_gradient_edge
 
-from ._ambient import current_backward
-from ._layout import is_dense
+from ._ambient import current_backward, keeps_graph
+from ._arrivals import Arrivals, at_end
+from ._pulled import Pulled, summed
 
-__all__ = ["Gate", "Pulled", "close_gates", "fitted", "freed", "gated", "summed"]
+__all__ = ["Gate", "close_gates", "gated", "leave", "let_go"]
 
 _KINDS = (Tensor, nn.Parameter)
 _will_run: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
@@ -26,21 +28,14 @@ _will_run: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execut
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 
 
-class Pulled(NamedTuple):
-    """The gradients of a gate's leaves that one backward made, where the recording has them."""
-
-    fitting: Sequence[Tensor | None]
-    """In the layout that `.grad` has by autograd's rule."""
-    hand_out: Callable[[], Sequence[Tensor | None]]
-    """Makes copies of the caller's own, exactly as eager would give them."""
-
-
 class _Taken(NamedTuple):
     """What one replay's backward left at the gate: for each leaf whether the gate serves it, and its gradient."""
 
     task: int
     direct: list[bool]
     grads: list[Tensor | None]
+    pulled: Pulled | None
+    """Instead of gradients, where the gate serves all leaves: they are the recording's own."""
 
 
 class Gate:
@@ -54,6 +49,7 @@ class Gate:
 
     def __init__(self, leaves: Sequence[Tensor], device: torch.device) -> None:
         self.leaves = list(leaves)
+        self._all, self._nothing = [True] * len(self.leaves), [False] * len(self.leaves)
         self._lock = threading.Lock()
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
         """The library's own recordings that end at the leaves' nodes, and hold each once."""
@@ -61,7 +57,7 @@ class Gate:
         self._token: Tensor | None = None
         self._nodes: list[Any] = []
         self._nobody: Any = None
-        self._arrivals: _Arrivals | None = None
+        self._arrivals: Arrivals | None = None
         self._none = torch.zeros((), device=device)
         self._waits: list[weakref.ref[Any]] = []
         self.beside = False
@@ -74,9 +70,7 @@ class Gate:
         The gate is the last node that a backward comes to, as is the first of several forwards in eager: only that
         one may go through it, so that the others keep their place in the sum of each gradient.
         """
-        self._waits = [ref for ref in self._waits if (node := ref()) is not None and not freed(node)]
-        if not self._waits and self._arrivals is not None:
-            self._arrivals.forget()  # of a backward that ended half-way
+        self._waits = [ref for ref in self._waits if (node := ref()) is not None and not let_go(node)]
         return not self.beside and not self._waits
 
     def wait(self, node: Any) -> None:
@@ -102,16 +96,20 @@ class Gate:
 
     def pull(self, pulled: Pulled) -> Tensor:
         """Take gradients that are the recording's own until its next replay; the gate runs later in this backward."""
-        direct, fitting = self._direct(), pulled.fitting
-        places = [i for i, grad in enumerate(fitting) if direct[i] and grad is not None]
-        copies = _copies([fitting[i] for i in places])
-        taken: list[Tensor | None] = [*copies]
-        if len(places) < len(fitting):
-            taken = [*(fitting if all(direct) else pulled.hand_out())]
-            for i, copy in zip(places, copies, strict=True):
-                taken[i] = copy
+        direct = self._direct()
+        if direct is self._all and at_end is not None:
+            end = partial(self._end, pulled)
+            at_end(end)
+            pulled.lend(end)
+            taken = _Taken(current_backward(), direct, [], pulled)
+        else:
+            copies = pulled.copies()
+            served = all(d or grad is None for d, grad in zip(direct, copies, strict=True))
+            others = copies if served else pulled.hand_out()
+            grads = [mine if d else other for d, mine, other in zip(direct, copies, others, strict=True)]
+            taken = _Taken(current_backward(), direct, grads, None)
         with self._lock:
-            self._pulled.append(_Taken(current_backward(), direct, taken))
+            self._pulled.append(taken)
         return self._none
 
     def settle(self) -> Sequence[Tensor | None]:
@@ -122,48 +120,84 @@ class Gate:
             self._pulled = []  # those of a backward that did not come to the gate go, too
             if not mine:
                 return [None] * len(self.leaves)
-            direct, totals = mine[0].direct, mine[0].grads
-            if len(mine) > 1:
-                totals = summed([taken.grads for taken in mine])
-                direct = [all(modes) for modes in zip(*(taken.direct for taken in mine), strict=True)]
-            return self._accumulate(direct, totals)
+            if len(mine) == 1 and mine[0].pulled is not None:
+                return self._serve(mine[0].pulled)
+            found = [[*taken.pulled.copies()] if taken.pulled is not None else taken.grads for taken in mine]
+            direct = [all(modes) for modes in zip(*(taken.direct for taken in mine), strict=True)]
+            return self._accumulate(direct, summed(found))
+
+    def _serve(self, pulled: Pulled) -> Sequence[Tensor | None]:
+        """Give all leaves their gradients, straight from the recording's memory where there is a `.grad` to add to."""
+        there = [*map(_grad_of, self.leaves)]
+        present = [
+            grad is not None for grad, mine in zip(there, pulled.fitting, strict=True) if mine is not None
+        ]
+        if all(present) and self._expected(pulled):
+            return [None] * len(there)
+        copies = pulled.copies()
+        pulled.leave()
+        if any(present):
+            return self._accumulate(self._all, [*copies])
+        for leaf, grad in zip(self.leaves, copies, strict=True):
+            if grad is not None:
+                leaf.grad = grad
+        return [None] * len(there)
+
+    def _end(self, pulled: Pulled) -> None:
+        """The backward that pulled these is over."""
+        if self._arrivals is not None:
+            self._arrivals.add(pulled)
+        pulled.leave()
 
     def _accumulate(self, direct: list[bool], totals: list[Tensor | None]) -> list[Tensor | None]:
-        """Serve the leaves that are to be served here; the gradients of the others."""
-        late: list[Tensor | None] = [None] * len(totals)
+        """Serve the leaves that are to be served here; the gradients of the others.
+
+        What is in `.grad` already must come last in the sum, and the engine may bring more.
+        """
         for i, (leaf, total) in enumerate(zip(self.leaves, totals, strict=True)):
-            if direct[i] and total is not None:
-                totals[i] = None
-                if leaf.grad is None:
-                    leaf.grad = total
-                else:
-                    late[i] = total
-        # What is there already must come last in the sum, and the engine may bring more.
-        if any(total is not None for total in late) and not self._expected(late):
-            return [a if b is None else b for a, b in zip(totals, late, strict=True)]
+            if direct[i] and total is not None and leaf.grad is None:
+                leaf.grad, totals[i] = total, None
         return totals
 
-    def _expected(self, late: list[Tensor | None]) -> bool:
+    def _expected(self, pulled: Pulled) -> bool:
         if self._arrivals is None:
-            self._arrivals = _Arrivals(self.leaves, self._nodes)
+            self._arrivals = Arrivals(self.leaves, self._nodes)
             return False
-        return self._arrivals.expect(late)
+        return self._arrivals.expect(pulled)
 
     def _direct(self) -> list[bool]:
         """Which leaves the gate may serve itself; none in `torch.autograd.grad`, which wants them all."""
-        nothing = [False] * len(self.leaves)
         if _will_run is None or _grouped() or not self._nodes:
-            return nothing
+            return self._nothing
         try:
             plain = _will_run(self._nobody)
-            wanted = [True] * len(self.leaves) if plain else [*map(_will_run, self._nodes)]
+            wanted = self._all if plain else [*map(_will_run, self._nodes)]
         except RuntimeError:  # torch cannot say, since nothing is accumulated at all
-            return nothing
+            return self._nothing
         alone, holders = _alone() + len(self.holders), [*map(sys.getrefcount, self._nodes)]
-        watched = [*map(_watched, self.leaves)]
-        if plain and not any(watched) and holders == [alone] * len(holders):
+        if plain and holders == [alone] * len(holders) and not self._watched():
             return wanted
+        watched = map(_watched, self.leaves)
         return [w and n == alone and not s for w, n, s in zip(wanted, holders, watched, strict=True)]
+
+    def _watched(self) -> bool:
+        """Whether any leaf may be watched: asked of all at once, which takes a quarter of the time."""
+        leaves = self.leaves
+        if (
+            any(map(_hooks_of, leaves))
+            or any(map(_later_hooks_of, leaves))
+            or not all(map(_needs_grad, leaves))
+        ):
+            return True
+        grads = [grad for grad in map(_grad_of, leaves) if grad is not None]
+        return bool(grads) and len({*map(_kind_of, leaves), *map(_kind_of, grads)}) > 1
+
+
+_grad_of = attrgetter("grad")
+_hooks_of = attrgetter("_backward_hooks")
+_later_hooks_of = attrgetter("_post_accumulate_grad_hooks")
+_needs_grad = attrgetter("requires_grad")
+_kind_of = attrgetter("dtype", "layout")
 
 
 @functools.cache
@@ -174,52 +208,6 @@ def _alone() -> int:
         gate.token()
     (count,) = [*map(sys.getrefcount, gate._nodes)]
     return count
-
-
-class _Arrivals:
-    """Gradients to add to what `.grad` holds, once the engine has come to all leaves: it may have more for some."""
-
-    def __init__(self, leaves: list[Tensor], nodes: list[Any]) -> None:
-        self._leaves = leaves
-        self._totals: list[Tensor | None] = [None] * len(leaves)
-        self._left = 0
-        self._handles = [node.register_prehook(partial(self._arrive, i)) for i, node in enumerate(nodes)]
-
-    def expect(self, totals: list[Tensor | None]) -> bool:
-        """Add these when all their leaves were met; False while another backward is at it."""
-        if self._left:
-            return False
-        self._totals, self._left = totals, sum(total is not None for total in totals)
-        return True
-
-    def forget(self) -> None:
-        """Add nothing."""
-        self._totals, self._left = [None] * len(self._leaves), 0
-
-    def close(self) -> None:
-        """Leave the nodes alone."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _arrive(self, index: int, grads: tuple[Tensor | None, ...]) -> tuple[Tensor] | None:
-        total = self._totals[index]
-        if total is None:
-            return None
-        self._left -= 1
-        other = grads[0]
-        if other is not None:
-            self._totals[index] = None
-        if not self._left:
-            self._add()
-        return None if other is None else (other + total,)
-
-    def _add(self) -> None:
-        pairs = [(leaf.grad, total) for leaf, total in zip(self._leaves, self._totals, strict=True)]
-        found = [(into, total) for into, total in pairs if into is not None and total is not None]
-        self.forget()
-        if found:
-            with torch.no_grad():
-                torch._foreach_add_([into for into, _ in found], [total for _, total in found])
 
 
 class _Opened(torch.autograd.Function):
@@ -238,11 +226,18 @@ class _Opened(torch.autograd.Function):
         return None, None, *gate.settle()
 
 
-def freed(node: Any) -> bool:
-    """Whether a backward has let go of what an autograd node saved."""
+def leave(node: Any) -> None:
+    """Know, at the end of the backward of one of our nodes, whether the graph was to be retained."""
+    node.over = keeps_graph is not None and not keeps_graph()
+
+
+def let_go(node: Any) -> bool:
+    """Whether a backward has gone through one of our nodes and let go of what it saved."""
+    if keeps_graph is not None:
+        return bool(getattr(node, "over", False))
     try:
         node.saved_tensors  # noqa: B018
-    except RuntimeError:
+    except RuntimeError:  # which takes as long as a hundred calls that return
         return True
     return False
 
@@ -258,20 +253,6 @@ def close_gates() -> None:
         gate.close()
 
 
-def fitted(grad: Tensor | None, leaf: Tensor) -> Tensor | None:
-    """A gradient in the layout that autograd gives to `.grad` (the layout contract of AccumulateGrad)."""
-    if grad is None or _obeys(grad, leaf):
-        return grad
-    return torch.empty_like(leaf.detach(), dtype=grad.dtype).copy_(grad)
-
-
-def _obeys(grad: Tensor, leaf: Tensor) -> bool:
-    if not is_dense(leaf):
-        return grad.is_contiguous()
-    pairs = zip(leaf.shape, grad.stride(), leaf.stride(), strict=True)
-    return all(mine == its for size, mine, its in pairs if size != 1)
-
-
 def _watched(leaf: Tensor) -> bool:
     """Whether somebody could see how this leaf's gradient is accumulated, or torch would do it another way."""
     if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or not leaf.requires_grad:
@@ -282,21 +263,3 @@ def _watched(leaf: Tensor) -> bool:
 def _grouped() -> bool:
     """Whether processes train together: the hooks that reduce their gradients are nowhere to be seen."""
     return distributed.is_available() and distributed.is_initialized()
-
-
-def summed(found: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
-    """The sums over several replays, in the order in which they were pulled, as the engine adds them."""
-    total = [*found[0]]
-    for more in found[1:]:
-        total = [b if a is None else a if b is None else a + b for a, b in zip(total, more, strict=True)]
-    return total
-
-
-def _copies(tensors: list[Any]) -> Sequence[Tensor]:
-    """Fresh copies with the same strides; a product with one is one kernel for all of them."""
-    if not tensors:
-        return []
-    if any(t.is_complex() for t in tensors):
-        return [t.clone() for t in tensors]
-    made: Sequence[Tensor] = torch._foreach_mul(tensors, 1)
-    return made

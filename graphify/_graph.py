@@ -106,6 +106,9 @@ class Instance(Protocol):
     def busy(self) -> bool:
         """Whether the backward of the last replay may still come."""
 
+    def reclaim(self) -> None:
+        """Its memory is about to be written: whoever still needs what lies there gets a copy."""
+
     def recordings(self) -> Iterable[Graph]:
         """The recordings of the backward."""
 
@@ -176,6 +179,11 @@ class Graph:
     def busy(self) -> bool:
         """Whether the backward of the last replay may still come."""
         return self.instance is not None and self.instance.busy()
+
+    def reclaim(self) -> None:
+        """A replay comes: what the running backward left in this memory is copied."""
+        if self.instance is not None:
+            self.instance.reclaim()
 
     def backwards(self) -> Iterable[Graph]:
         """The recordings of its backward."""

@@ -31,6 +31,7 @@ class Instances:
         with self.pool.lock:
             for graph in self.graphs:
                 if not graph.busy():
+                    graph.reclaim()
                     result = graph(tensors, values, staged)
                     self.replays += 1
                     return result

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ._ambient import current_backward, keeps_graph
 from ._ends import Group, Wanted
-from ._gate import Gate, Pulled, fitted, freed, summed
+from ._gate import Gate, leave, let_go
+from ._pulled import Pulled, fitted, summed
 from .errors import GraphifyError
 
 __all__ = ["Found", "Source", "Turn"]
@@ -124,7 +125,7 @@ class Turn:
             node = self._nodes[number]()
             if node is None or not nodes:
                 continue
-            gone = freed(node) if self.source.joined else nodes & self._freed
+            gone = let_go(node) if self.source.joined else nodes & self._freed
             if not gone or number in waiting:
                 return True
         return False
@@ -134,7 +135,7 @@ class Turn:
     def pull(self, node: Any, grads: Grads) -> Found:
         """The gradients for these of all results."""
         went = [number for number, grad in enumerate(grads) if grad is not None]
-        if freed(node):
+        if let_go(node):
             self._freed |= self._went
         self._check(went, self._freed)
         found = self.source.pull(self, grads)
@@ -230,7 +231,9 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         turn = ctx.turn
         _refuse_graph(turn)
-        return None, None, None, *_joined(ctx, turn.pull(ctx, grads), len(turn.source.wanted.arguments))
+        made = _joined(ctx, turn.pull(ctx, grads), len(turn.source.wanted.arguments))
+        leave(ctx)
+        return None, None, None, *made
 
 
 class _Ends(torch.autograd.Function):
@@ -247,7 +250,9 @@ class _Ends(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         turn, reach = ctx.turn, ctx.reach
         _refuse_graph(turn)
-        return None, None, None, *_joined(ctx, turn.part(reach), len(turn.source.groups[reach].arguments))
+        made = _joined(ctx, turn.part(reach), len(turn.source.groups[reach].arguments))
+        leave(ctx)
+        return None, None, None, *made
 
 
 class _Result(torch.autograd.Function):

@@ -30,6 +30,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     1: (
         *(
             "_ambient",
+            "_arrivals",
             "_auto",
             "_axes",
             "_binding",
@@ -44,7 +45,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
             "_illegal",
             "_layout",
         ),
-        *("_nearness", "_padding", "_rules"),
+        *("_nearness", "_padding", "_pulled", "_rules"),
         *("_signature", "_specification", "_specs", "_stand_ins", "_tree", "_tree_code", "buckets", "stats"),
     ),
     2: (
@@ -77,7 +78,9 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_auto": ("_axes", "_specification", "buckets"),
     "_axes": ("buckets",),
     "_code": ("_following",),
-    "_gate": ("_ambient", "_layout"),
+    "_arrivals": ("_pulled",),
+    "_gate": ("_ambient", "_arrivals", "_pulled"),
+    "_pulled": ("_ambient", "_layout"),
     "_specification": ("_axes", "buckets"),
     "_flats": ("_layout",),
     "_forms": ("_layout", "_rules"),

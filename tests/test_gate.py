@@ -10,7 +10,7 @@ import torch
 from checks import counts
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from training import Wrap, grads, mlp, same
+from training import Wrap, clear, grads, mlp, same
 
 from graphify import _gate, _stand_ins, graphify
 from graphify.backends.tape import TapeBackend
@@ -20,13 +20,13 @@ from graphify.backends.tape import TapeBackend
 def served(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
     """For each backward through a gate, which leaves the gate served by itself."""
     found: list[list[bool]] = []
-    real = _gate.Gate._accumulate
+    real = _gate.Gate._direct
 
-    def note(gate: _gate.Gate, direct: list[bool], totals: list[Tensor | None]) -> Any:
-        found.append(list(direct))
-        return real(gate, direct, totals)
+    def note(gate: _gate.Gate) -> list[bool]:
+        found.append(list(real(gate)))
+        return real(gate)
 
-    monkeypatch.setattr(_gate.Gate, "_accumulate", note)
+    monkeypatch.setattr(_gate.Gate, "_direct", note)
     return found
 
 
@@ -85,6 +85,77 @@ def test_without_the_engines_answer_every_gradient_goes_through_it(backend, devi
     monkeypatch.setattr(_gate, "_will_run", None)
     same(lambda wrap: trained(device, wrap), backend)
     assert served == [[False] * 4] * 6
+
+
+def test_without_an_end_to_wait_for_the_engine_adds_to_gradients(backend, device, served, monkeypatch):
+    """Where torch calls nobody at the end of a backward, what is added to `.grad` goes through the engine."""
+    monkeypatch.setattr(_gate, "at_end", None)
+    same(lambda wrap: trained(device, wrap), backend)
+    assert served == [[True] * 4] * 6
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_call_in_the_middle_of_a_backward(backend, device, kept):
+    """A hook that calls the same net again finds it as it is, and the gradients under way stay what they were."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        net = wrap(mlp(device))
+        for i in range(8):
+            x, z = (torch.randn(4, 3, device=device) for _ in range(2))
+            x.requires_grad_(i > 2).register_hook(
+                lambda grad, z=z: seen.append(net(z).sum())
+            ) if i > 2 else None
+            seen: list[Tensor] = []
+            net(x).square().sum().backward()
+            yield seen, grads(net), x.grad
+            if not kept:
+                net.zero_grad()
+
+    (graphed,) = same(train, backend)
+    assert graphed.stats().eager == 0
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_backward_that_fails_half_way(backend, device, late):
+    """An error of the user's own, before or after the gate, leaves nothing behind for the steps that follow."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        net, v = wrap(mlp(device)), torch.ones(3, device=device, requires_grad=True)
+        old = v * 2  # older than the gate, so that the engine comes to it later
+        for i in range(12):
+            x = torch.randn(4, 3, device=device, requires_grad=True)
+            loss = net(x).square().sum() + old.sum()
+            failing = (v if late else x).register_hook(fail) if i in (4, 5, 9) else None
+            if failing is not None:
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward(retain_graph=True)
+                failing.remove()
+                clear(net)  # how far it came is not compared
+            else:
+                loss.backward(retain_graph=True)
+                yield [grad.clone() for grad in grads(net)], x.grad
+
+    (graphed,) = same(train, backend)
+    assert graphed.stats().eager == 0
+
+
+def fail(grad: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_gradients_that_are_there_for_some(backend, device, served):
+    """Some gradients dropped and others kept: each leaf gets what it gets in eager."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        net = wrap(mlp(device))
+        for i in range(8):
+            for p in list(net.parameters())[i % 4 :]:
+                p.grad = None
+            net(torch.randn(4, 3, device=device)).square().sum().backward()
+            yield [grad.clone() for grad in grads(net)]
+
+    assert counts(*same(train, backend)) == (1, 1, 6, 0, 0)
+    assert served == [[True] * 4] * 6
 
 
 def test_a_whole_step_beside_a_graphed_module(backend, device):

@@ -1,0 +1,92 @@
+"""The gradients of leaves that one backward made, in a recording's memory, until they are copied or added."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._ambient import current_backward
+from ._layout import is_dense
+
+__all__ = ["Pulled", "copies_of", "fitted", "summed"]
+
+Grads = Sequence[Tensor | None]
+
+
+class Pulled:
+    """The gradients of leaves that one backward made.
+
+    `fitting` has them in the layout that `.grad` has by autograd's rule, where the recording has them;
+    `hand_out` makes copies of the caller's own, exactly as eager would give them.
+    """
+
+    def __init__(self, fitting: Grads, hand_out: Callable[[], Grads]) -> None:
+        self.fitting, self.hand_out = fitting, hand_out
+        self._task = -1
+        self._end: Callable[[], Any] = _over
+
+    def lend(self, end: Callable[[], None]) -> None:
+        """They are needed where they are until this is called, or let go of, at the end of the running backward."""
+        self._task, self._end = current_backward(), weakref.ref(end)
+
+    def needed_elsewhere(self) -> bool:
+        """Whether another thread's backward still needs them where they are."""
+        return self._end() is not None and self._task != current_backward()
+
+    def copies(self) -> Grads:
+        """Fresh copies of the fitting ones."""
+        found = [grad for grad in self.fitting if grad is not None]
+        copied = copies_of(found)
+        if len(found) == len(self.fitting):
+            return copied
+        made = iter(copied)
+        return [None if grad is None else next(made) for grad in self.fitting]
+
+    def keep(self) -> None:
+        """The recording is about to write there again: what is still needed is needed as a copy."""
+        if self._end() is not None:
+            self.fitting, self._end = self.copies(), _over
+
+    def leave(self) -> None:
+        """Nobody needs them any more."""
+        self._end = _over
+
+
+def _over() -> None:
+    """Nothing is to come."""
+
+
+def copies_of(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Fresh copies with the same strides; a product with one is one kernel for all of them."""
+    if not tensors:
+        return []
+    if any(map(torch.is_complex, tensors)):
+        return [t.clone() for t in tensors]
+    made: Sequence[Tensor] = torch._foreach_mul(tensors, 1)
+    return made
+
+
+def fitted(grad: Tensor | None, leaf: Tensor) -> Tensor | None:
+    """A gradient in the layout that autograd gives to `.grad` (the layout contract of AccumulateGrad)."""
+    if grad is None or _obeys(grad, leaf):
+        return grad
+    return torch.empty_like(leaf.detach(), dtype=grad.dtype).copy_(grad)
+
+
+def _obeys(grad: Tensor, leaf: Tensor) -> bool:
+    if not is_dense(leaf):
+        return grad.is_contiguous()
+    pairs = zip(leaf.shape, grad.stride(), leaf.stride(), strict=True)
+    return all(mine == its for size, mine, its in pairs if size != 1)
+
+
+def summed(found: Sequence[Grads]) -> list[Tensor | None]:
+    """The sums over several backwards, in the order in which they were pulled, as the engine adds them."""
+    total = [*found[0]]
+    for more in found[1:]:
+        total = [b if a is None else a if b is None else a + b for a, b in zip(total, more, strict=True)]
+    return total
