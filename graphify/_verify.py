@@ -18,7 +18,7 @@ from ._places import MISSING, is_plain, same
 from ._survey import Survey
 from ._tree import Tree, tree_of
 from ._trial import HostRandomness, Snapshot, is_large, trial
-from ._undo import UndoLog, below
+from ._undo import below
 from ._watch import Watch, watching
 from .errors import InputError, VerificationError
 
@@ -49,6 +49,12 @@ class Verified(Graph):
     def __call__(self, tensors: tuple[Tensor, ...], values: tuple[Any, ...], staged: bool = False) -> Any:
         """Replay, and compare with eager."""
         return self.verifier.replay(self, tensors, values)
+
+
+class _Call(Call):
+    """A verified call; `lent`: a static output may be among its arguments."""
+
+    lent = False
 
 
 class _Left(NamedTuple):
@@ -127,7 +133,8 @@ class Verifier:
             if self.left[0] <= 0:
                 self._end(graph)
                 return graph(tensors, values)
-            call = Call(self.tree, values, tensors)
+            call = _Call(self.tree, values, tensors)
+            call.lent = bool(graph.pool.retired)
             expected, watch = self._eager(graph, call)
             result, found, before = self._replayed(graph, call, watch)
             compared = not (self.cut and watch.drew)  # else the padded rows draw numbers, too
@@ -148,7 +155,7 @@ class Verifier:
 
     # -- runs
 
-    def _eager(self, graph: Graph, call: Call) -> tuple[_Left, Watch]:
+    def _eager(self, graph: Graph, call: _Call) -> tuple[_Left, Watch]:
         """What a run of the function leaves; nothing of it stays."""
         backend, survey = self.setting.backend, self._survey(call)
         generators = [*self.generators.values()]
@@ -157,7 +164,8 @@ class Verifier:
             backend.scope(self.device, aside=not torch.is_grad_enabled()),
             trial(backend, self.device, survey, generators) as log,
         ):
-            self._save(log, graph, call, survey)
+            for tensor in self._in_reach(graph, call, survey).values():
+                log.before_write(tensor)
             host, watch = HostRandomness(self.device), Watch(self.device, given=call.tensors, undo=log)
             with watching(watch, backend.listen), steps():
                 result = self.setting.run(call.values)
@@ -165,12 +173,11 @@ class Verifier:
         backend.hand_over(left.copies())
         return left, watch
 
-    def _replayed(self, graph: Graph, call: Call, watch: Watch) -> tuple[Any, _Left, Snapshot]:
+    def _replayed(self, graph: Graph, call: _Call, watch: Watch) -> tuple[Any, _Left, Snapshot]:
         """The result of a replay, what it left, and the way back."""
         survey, host = self._survey(call), HostRandomness(self.device)
         before = Snapshot(self.setting.backend, self.device, survey, [*self.generators.values()])
-        self._save(before.log, graph, call, survey)
-        for tensor in _written(watch):
+        for tensor in [*self._in_reach(graph, call, survey, watch).values(), *_written(watch)]:
             before.log.before_write(tensor)
         try:
             result = Graph.__call__(graph, call.tensors, call.values)
@@ -182,16 +189,18 @@ class Verifier:
     def _survey(self, call: Call) -> Survey:
         return Survey([*self.setting.roots(call), ("arguments", list(call.values))], self.executed)
 
-    def _save(self, log: UndoLog, graph: Graph, call: Call, survey: Survey) -> None:
-        """Save what a run may write where no dispatcher sees it; of parameters, which are large, nobody writes so."""
-        for tensor in self._in_reach(graph, call, survey).values():
-            log.before_write(tensor)
-
-    def _in_reach(self, graph: Graph, call: Call, survey: Survey) -> dict[str, Tensor]:
-        held = [
-            (f"argument `{path}`", t) for path, t in zip(call.tree.tensor_paths, call.tensors, strict=True)
-        ]
-        held += [(f"`{place.name}`", t) for place, t in survey.tensors()]
+    def _in_reach(
+        self, graph: Graph, call: _Call, survey: Survey, watch: Watch | None = None
+    ) -> dict[str, Tensor]:
+        """What a run may write where no dispatcher sees it; parameters, which are large, nobody writes so."""
+        paths, tensors = call.tree.tensor_paths, call.tensors
+        held = [(f"argument `{path}`", t) for path, t in zip(paths, tensors, strict=True)]
+        if call.lent and watch is not None:
+            # A replay ends every loan: an argument may be one, which nobody may touch after.
+            written = watch.written | {family_key(tensors[i]) for i, _ in graph.mutated}
+            held = [(name, t) for name, t in held if family_key(t) in written]
+        theirs = {id(t) for t in tensors}
+        held += [(f"`{place.name}`", t) for place, t in survey.tensors() if id(t) not in theirs]
         held += [(f"a tensor {tuple(t.shape)} from outside", t) for t in graph.kept]
         found: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in held:
@@ -202,12 +211,12 @@ class Verifier:
         return dict(found.values())
 
     def _taken(
-        self, result: Any, graph: Graph, call: Call, survey: Survey, host: HostRandomness, watch: Watch
+        self, result: Any, graph: Graph, call: _Call, survey: Survey, host: HostRandomness, watch: Watch
     ) -> _Left:
         """Copy what a run left while it is still there."""
         tree, tokens, results = _read(result)
         names = {family_key(t): f"`{place.name}`" for place, t in survey.tensors()}
-        memory = self._in_reach(graph, call, survey)
+        memory = self._in_reach(graph, call, survey, watch)
         for tensor in _written(watch):
             memory.setdefault(
                 names.get(family_key(tensor), f"a tensor {tuple(tensor.shape)} from outside"), tensor
@@ -227,7 +236,7 @@ class Verifier:
 
     # -- judging
 
-    def _settled(self, graph: Graph, call: Call, expected: _Left, found: _Left, what: str) -> Any:
+    def _settled(self, graph: Graph, call: _Call, expected: _Left, found: _Left, what: str) -> Any:
         """The replay once more where eager itself differs by as much from run to run; else the error."""
         again, watch = self._eager(graph, call)
         steady = _difference(expected, again, rounding=False) is None
@@ -263,7 +272,7 @@ class Verifier:
             if bulk.read() != bulk.content:
                 yield _Kept(f"`{bulk.name}`", None, None)
 
-    def _cause_of_work(self, graph: Graph, call: Call, found: _Left, watch: Watch) -> tuple[str, str]:
+    def _cause_of_work(self, graph: Graph, call: _Call, found: _Left, watch: Watch) -> tuple[str, str]:
         """The likely cause where Python is the same: the work that was recorded is not all, or not in order."""
         _, again, before = self._replayed(graph, call, watch)
         before.undo()

@@ -191,7 +191,7 @@ def _averaging() -> Offence | None:
     while frame is not None and is_library(frame.f_code.co_filename):
         if frame.f_code is _BATCH_NORM and frame.f_locals["self"].momentum is None:
             return Offence(
-                "`momentum=None` makes a BatchNorm read its count of batches on the host",
+                "the count of batches of a BatchNorm with `momentum=None` is read on the host",
                 READ,
                 "give it a momentum, such as `momentum=0.1`",
             )

@@ -63,7 +63,7 @@ class Everything(nn.Module):
 
 KINDS = [
     ("`names` is a set", "report ="),
-    ("`momentum=None`", "self.norm("),
+    ("the count of batches of a BatchNorm", "self.norm("),
     ("a tensor's value is read", "if y.sum()"),
     ("`x[mask]`", "return y[y > 0]"),
     ("`nonzero`", "return y[y > 0]"),
