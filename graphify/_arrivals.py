@@ -53,6 +53,7 @@ class Arrivals:
         into = [grad for grad, _ in pairs if grad is not None]
         self._pulled = None
         if into:
+            pulled.order()
             with torch.no_grad():
                 torch._foreach_add_(into, [mine for grad, mine in pairs if grad is not None])
 

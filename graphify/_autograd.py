@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._ambient import keeps_graph
-from ._backwards import Backward, record_backward
+from ._backwards import Backward, ordering, record_backward
 from ._ends import Group, Wanted
 from ._gate import Gate
 from ._graph import Graph, Setting
@@ -82,6 +82,7 @@ class Instance:
         self._statics: Sequence[Tensor] = ()
         self._turn: Callable[[], Turn | None] = _nobody
         self._lent: Pulled | None = None
+        self.zero = torch.zeros((), device=device)
 
     def plan(self, primaries: list[Primary], wants: Wanted, statics: Sequence[Tensor]) -> None:
         """Learn what the outputs of the forward are, and whose gradients its backward gives."""
@@ -161,7 +162,9 @@ class Instance:
         wants = self.wanted
         if not given or not wants.edges:
             nothing: list[Tensor | None] = [None] * len(wants.leaves)
-            return [None] * (len(wants.arguments) + len(wants.others)), Pulled(nothing, lambda: nothing)
+            return [None] * (len(wants.arguments) + len(wants.others)), Pulled(
+                nothing, lambda: nothing, _nobody
+            )
         key = (tuple(g is None for g in grads), *_kind(given))
         with self.setting.pool.lock:
             self.reclaim()
@@ -237,7 +240,9 @@ class Instance:
         at, leaves = len(self.wanted.arguments), self.wanted.leaves
         taken = mine[at : at + len(leaves)]
         fitting = [*map(fitted, taken, leaves)]
-        return [*mine[:at], *mine[at + len(leaves) :]], Pulled(fitting, lambda: taken)
+        return [*mine[:at], *mine[at + len(leaves) :]], Pulled(
+            fitting, lambda: taken, ordering(self.setting, self.memory)
+        )
 
     def run(self, grads: Sequence[Any], given: Sequence[Tensor]) -> Grads:
         """Run the backward of the last replay for the outputs that have a gradient."""
@@ -298,4 +303,4 @@ _version_of = attrgetter("_version")
 
 
 def _nobody() -> None:
-    """No turn has an instance that was never replayed."""
+    """No turn has an instance that was never replayed; nothing waits for gradients that are none."""

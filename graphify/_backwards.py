@@ -24,7 +24,7 @@ from ._watch import Watch, watching
 from .backends.base import Recording
 from .errors import CaptureError
 
-__all__ = ["Backward", "Forward", "record_backward"]
+__all__ = ["Backward", "Forward", "ordering", "record_backward"]
 
 _TWICE = "Python runs when a backward is recorded; a replay repeats device work only"
 _FIX = "keep Python state out of backward hooks and of `backward` methods"
@@ -154,11 +154,23 @@ class _BackwardRecorder:
         graph.kept = list(self.watch.outside.values())
         taken = found[at:end]
         leaves = _Copies(taken, statics)
+        order = ordering(self.setting, graph.memory)
 
         def pulled(given: tuple[Tensor, ...]) -> Pulled:
-            return Pulled(fitting, lambda: leaves.make(given, [t.clone() for t in leaves.plan.copied]))
+            return Pulled(fitting, lambda: leaves.make(given, [t.clone() for t in leaves.plan.copied]), order)
 
         return Backward(graph, pulled)
+
+
+def ordering(setting: Setting, memory: Any) -> Callable[[], None]:
+    """What makes this thread's work and that of recordings in this memory wait for each other."""
+    pool, order = setting.pool, setting.backend.order
+
+    def ordered() -> None:
+        with pool.lock:
+            order(memory)
+
+    return ordered
 
 
 class _Copies:

@@ -223,6 +223,7 @@ class _Opened(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         gate = ctx.gate()
         assert gate is not None, "a backward goes through the replays that hold the gate"
+        # The engine comes to the leaf that nobody sees all the same, so the end of a backward waits for this stream.
         return None, None, *gate.settle()
 
 

@@ -21,11 +21,12 @@ class Pulled:
     """The gradients of leaves that one backward made.
 
     `fitting` has them in the layout that `.grad` has by autograd's rule, where the recording has them;
-    `hand_out` makes copies of the caller's own, exactly as eager would give them.
+    `hand_out` makes copies of the caller's own, exactly as eager would give them. `order` makes this thread's work
+    wait for the recording's, and the recording's next for this thread's.
     """
 
-    def __init__(self, fitting: Grads, hand_out: Callable[[], Grads]) -> None:
-        self.fitting, self.hand_out = fitting, hand_out
+    def __init__(self, fitting: Grads, hand_out: Callable[[], Grads], order: Callable[[], None]) -> None:
+        self.fitting, self.hand_out, self.order = fitting, hand_out, order
         self._task = -1
         self._end: Callable[[], Any] = _over
 
@@ -40,6 +41,7 @@ class Pulled:
     def copies(self) -> Grads:
         """Fresh copies of the fitting ones."""
         found = [grad for grad in self.fitting if grad is not None]
+        self.order()
         copied = copies_of(found)
         if len(found) == len(self.fitting):
             return copied

@@ -36,6 +36,7 @@ class Source(Protocol):
     name: str
     device: torch.device
     wanted: Wanted
+    zero: Tensor
     joined: bool
     """Whether all results have one node."""
     groups: dict[int, Group]
@@ -147,8 +148,8 @@ class Turn:
 
     def come(self, number: int, grad: Tensor | None) -> None:
         """One result's gradient is here."""
-        task = self._tasks.get(threading.get_ident())
-        if task is None or task.number != current_backward():
+        task = self._task()
+        if task is None:
             # One thread has one backward at a time: the last one is over, whether or not it went well.
             task = self._tasks[threading.get_ident()] = _Task(current_backward(), len(self._once))
         self._check([number], self._freed & ~task.freed)
@@ -159,16 +160,20 @@ class Turn:
         task.given[number] = grad
         task.waiting.add(number)
 
+    def _task(self) -> _Task | None:
+        number = current_backward()
+        return next((task for task in [*self._tasks.values()] if task.number == number), None)
+
     def part(self, reach: int) -> Found:
         """The gradients of one group of ends, of all that this backward brought."""
-        task = self._tasks[threading.get_ident()]
-        assert task.number == current_backward(), "results are come to before ends, on the same thread"
+        task = self._task()
+        assert task is not None, "a backward comes to ends through results"
         if task.waiting:
             given = [g if i in task.waiting else None for i, g in enumerate(task.given)]
             found, pulled = self.source.pull(self, given)
             # What is the recording's own may be overwritten before the last of the groups is come to.
             leaves = pulled.hand_out()
-            made = (found, Pulled(leaves, lambda: leaves))
+            made = (found, Pulled(leaves, lambda: leaves, pulled.order))
             task.found = made if task.found is None else _added(task.found, made)
             task.waiting.clear()
         assert task.found is not None
@@ -179,7 +184,7 @@ class Turn:
         leaves = [pulled.fitting[i] for i in group.leaves]
         fitting = [fitted(grad, wants.leaves[i]) for grad, i in zip(leaves, group.leaves, strict=True)]
         others = [grads[len(wants.arguments) + i] for i in group.others]
-        return [*(grads[i] for i in group.arguments), *others], Pulled(fitting, lambda: leaves)
+        return [*(grads[i] for i in group.arguments), *others], Pulled(fitting, lambda: leaves, pulled.order)
 
     def _check(self, numbers: list[int], gone: int) -> None:
         wants = self.source.wanted
@@ -195,7 +200,7 @@ def _added(first: Found, second: Found) -> Found:
     """The sum of two parts of one backward."""
     (grads, pulled), (more_grads, more) = first, second
     leaves = summed([pulled.fitting, more.fitting])
-    return summed([grads, more_grads]), Pulled(leaves, lambda: leaves)
+    return summed([grads, more_grads]), Pulled(leaves, lambda: leaves, pulled.order)
 
 
 def _joined(ctx: Any, found: Found, places: int) -> Sequence[Tensor | None]:
@@ -269,7 +274,8 @@ class _Result(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         _refuse_graph(ctx.turn)
         ctx.turn.come(ctx.number, grad)
-        return (None,) * len(ctx.needs_input_grad)
+        # Not None, which would leave the ends to another thread, on no stream.
+        return None, None, None, *[ctx.turn.source.zero] * (len(ctx.needs_input_grad) - 3)
 
 
 # torch does not say what these take and give.
