@@ -18,7 +18,6 @@ def test_random_programs_train_as_in_eager_or_refuse_loudly(backend: str, device
     """Results, gradients, parameters, buffers, random streams: as eager leaves them after any training, or an error."""
     tally = Tally()
 
-    @settings(max_examples=max(50, settings.default.max_examples // 10))
     @given(cases(device.type))
     def run(case: Case) -> None:
         check(case, tally, backend, device)
@@ -35,7 +34,7 @@ def test_random_whole_steps_are_as_in_eager_or_refuse_loudly(backend: str, devic
     """Programs that go through their own backward and move their weights: equal after each call, or an error."""
     tally = Tally()
 
-    @settings(max_examples=max(20, settings.default.max_examples // 25))
+    @settings(max_examples=max(20, settings.default.max_examples // 5))
     @given(cases(device.type, steps=True))
     def run(case: Case) -> None:
         check(case, tally, backend, device)
