@@ -21,6 +21,7 @@ __all__ = [
     "Ambient",
     "ambient",
     "ambient_reader",
+    "dispatch_modes",
     "dynamo_guard",
     "function_modes",
     "inactive",
@@ -236,6 +237,11 @@ def _first(*names: str) -> Switch | None:
 
 def _never() -> bool:
     return False
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes that are active on this thread, the innermost last; a backward's thread has its caller's."""
+    return list(_get_current_dispatch_mode_stack())
 
 
 def _probes(private: bool) -> tuple[Switch, Switch, Switch, Switch]:

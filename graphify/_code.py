@@ -130,14 +130,17 @@ class Executed:
         """Note every code object that this thread runs inside; suspect every name where that cannot be."""
         collecting = {id(getattr(callback, "__code__", None)) for callback in gc.callbacks}
 
-        def note(frame: FrameType) -> None:
+        def note(frame: FrameType) -> bool:
             code = frame.f_code
-            if id(code) in self.codes or code.co_filename.startswith(_OURS) or _is_aside(frame, collecting):
-                return
+            if id(code) in self.codes or code.co_filename.startswith(_OURS):
+                return True
+            if _is_aside(frame, collecting):
+                return False
             self.codes[id(code)] = (code, frame.f_globals)
             # Compiled code reads its values by guards that no bytecode shows.
             compiled = any(name.startswith("__compiled_fn") for name in code.co_names)
             self.everything = self.everything or compiled
+            return True
 
         with hearing_calls(note) as heard:
             self.everything = self.everything or not heard

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["hearing_calls"]
+__all__ = ["hearing_calls", "unheard"]
 
-Listener = Callable[[FrameType], None]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Listener = Callable[[FrameType], bool]
+"""Whether it needs to hear of this function no more."""
 
 
 def hearing_calls(listener: Listener) -> contextlib.AbstractContextManager[bool]:
     """Call `listener` with the frame of each Python function that this thread starts; False if it cannot.
+
+    A function that it has heard enough of may be reported again.
 
     From Python 3.12 on by `sys.monitoring`: there `sys.setprofile`, set thousands of times in one process, was
     seen to end in a segmentation fault.
@@ -44,6 +51,25 @@ def _by_profile(listener: Listener) -> Iterator[bool]:
         sys.setprofile(previous)
 
 
+def unheard(fn: Callable[P, T]) -> Callable[P, T]:
+    """A function of ours below which nobody listens: it would cost a call for each of ours."""
+    if hasattr(sys, "monitoring"):  # which hears of each function once
+        return fn
+
+    @functools.wraps(fn)
+    def quiet(*args: P.args, **kwargs: P.kwargs) -> T:
+        profile = sys.getprofile()
+        if profile is None or not callable(profile):
+            return fn(*args, **kwargs)
+        sys.setprofile(None)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            sys.setprofile(profile)
+
+    return quiet
+
+
 # Process-wide, because tools of `sys.monitoring` are: one tool for all threads, held while one of them listens.
 _lock = threading.Lock()
 _tool: int | None = None
@@ -65,9 +91,13 @@ def _by_monitoring(listener: Listener) -> Iterator[bool]:
         _leave()
 
 
-def _started(code: CodeType, offset: int) -> None:
-    for listener in getattr(_here, "listeners", ()):
-        listener(sys._getframe(1))
+def _started(code: CodeType, offset: int) -> Any:
+    """Tell this thread's listeners; none needs to hear of a function twice, unless other threads listen, too."""
+    listeners = getattr(_here, "listeners", ())
+    enough = [listener(sys._getframe(1)) for listener in listeners]
+    if enough and all(enough) and _users == len(listeners):
+        return sys.monitoring.DISABLE  # type: ignore[attr-defined,unused-ignore]
+    return None
 
 
 def _take() -> bool:
@@ -81,6 +111,7 @@ def _take() -> bool:
                 monitoring.use_tool_id(_tool, "graphify")
                 monitoring.register_callback(_tool, monitoring.events.PY_START, _started)
                 monitoring.set_events(_tool, monitoring.events.PY_START)
+        monitoring.restart_events()
         return _tool is not None
 
 

@@ -6,13 +6,13 @@ depend on values (https://pytorch.org/docs/stable/notes/cuda.html#constraints).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["HOST", "READ", "Offence", "offence", "tensors_in"]
+__all__ = ["HOST", "READ", "Offence", "foreign", "is_suspect", "offence", "tensors_in"]
 
 aten = torch.ops.aten
 
@@ -29,16 +29,27 @@ class Offence(NamedTuple):
     fix: str
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Sequence[Tensor]:
     """Every tensor among an operator's arguments or results, which nest lists at most."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+        return (value,)
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return ()
+    found: list[Tensor] = []
+    for item in value:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple, dict)):
+            found += tensors_in(item)
+    return found
+
+
+def is_suspect(func: Any) -> bool:
+    """Whether some call of this operator cannot be held whatever device its tensors are on."""
+    tags = func.tags
+    return func in _RULES or torch.Tag.cudagraph_unsafe in tags or torch.Tag.dynamic_output_shape in tags
 
 
 def offence(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
@@ -53,17 +64,18 @@ def offence(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: torc
         return Offence(
             f"`{name}` makes a result of data-dependent size", SHAPE, _SHAPE_FIXES.get(name, _SHAPE_FIX)
         )
-    return _foreign(args, kwargs, device)
+    return foreign(tensors_in((args, kwargs)), device)
 
 
 def _on(device: torch.device, args: Any) -> bool:
     return any(t.device.type == device.type for t in tensors_in(args))
 
 
-def _foreign(args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> Offence | None:
+def foreign(tensors: Iterable[Tensor], device: torch.device) -> Offence | None:
+    """Why a graph on `device` cannot hold work on these tensors, or None."""
     if device.index is None:
         return None
-    for t in tensors_in((args, kwargs)):
+    for t in tensors:
         if t.device.type == device.type and t.device != device:
             return Offence(
                 f"a tensor on {t.device} in a graph on {device}",
@@ -130,7 +142,7 @@ def _transfer(
     source: Tensor, origin: torch.device, target: torch.device, device: torch.device
 ) -> Offence | None:
     if origin.type == target.type:
-        return _foreign((source,), {}, device)
+        return foreign((source,), device)
     if origin.type == device.type:
         return Offence(f"a tensor is copied to the {target.type} (`.cpu()`, `.to`)", READ, "copy it outside")
     if target.type == device.type and not source.is_pinned():

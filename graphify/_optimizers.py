@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ._ambient import dispatch_modes
 from ._code import Executed
 from ._lifted import Lifted, OnDevice
 from ._places import Change
@@ -44,12 +44,12 @@ def steps(lifted: Lifted | None = None) -> Iterator[list[Optimizer]]:
     Where one has tensors among its options, its step runs with these kept on the device: torch itself would
     read some of them on the host. `lifted` are the numbers that are such tensors for this run only.
     """
-    thread, modes, found = threading.get_ident(), _modes(), list[Optimizer]()
+    thread, modes, found = threading.get_ident(), dispatch_modes(), list[Optimizer]()
     entered: list[OnDevice | None] = []
 
     def here() -> bool:
         """A device's backward runs its hooks on a thread of its own, below the modes of the thread that asked for it."""
-        return threading.get_ident() == thread or (bool(modes) and any(m is modes[-1] for m in _modes()))
+        return threading.get_ident() == thread or (bool(modes) and any(m is modes[-1] for m in dispatch_modes()))
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not here():
@@ -78,10 +78,6 @@ def steps(lifted: Lifted | None = None) -> Iterator[list[Optimizer]]:
             handle.remove()
         while entered:  # of steps that raised
             leave()
-
-
-def _modes() -> list[Any]:
-    return list(_get_current_dispatch_mode_stack())
 
 
 def _has_tensors(optimizer: Optimizer) -> bool:

@@ -66,6 +66,14 @@ def _marked(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
+def may_write(func: Any) -> bool:
+    """Whether some call of this operator writes memory that it was given."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return False
+    return bool(_marked(func)) or schema.name in _HIDDEN or schema.name.startswith("c10d::")
+
+
 def writes_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors whose memory (or, for `t_` and its like, whose metadata) this op call writes.
 

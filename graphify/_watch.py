@@ -14,21 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from ._ambient import current_backward
 from ._code import Executed, is_library, user_line
-from ._composite import decomposed, is_composite
-from ._illegal import HOST, READ, Offence, offence, tensors_in
+from ._composite import decomposed
+from ._following import unheard
+from ._illegal import HOST, READ, Offence, foreign, offence, tensors_in
 from ._layout import family_key
+from ._operators import Operator
 from ._undo import UndoLog, version_of, writes_of
 from .errors import CaptureError
 
 __all__ = ["Watch", "watching"]
 
 aten = torch.ops.aten
-_RESTRIDING = {
-    getattr(aten, name).default
-    for name in ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
-}
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm.forward.__code__
-_BORN = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -70,6 +67,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device_work = False
         self.drew = False
         self._seeds: set[int] = set()
+        self._operators: dict[int, Operator] = {}
         self._task = current_backward()
         self._start = torch._C._autograd._get_sequence_nr()
 
@@ -88,21 +86,35 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         inputs = list(tensors_in((args, kwargs)))
-        if any(is_traceable_wrapper_subclass(t) for t in inputs):
+        if any(map(is_traceable_wrapper_subclass, inputs)):
             return NotImplemented
-        if is_composite(func, self.device.type):
+        operator = self._operators.get(id(func))
+        if operator is None:
+            operator = self._operators.setdefault(id(func), Operator(func, self.device.type))
+        if operator.composite:
             with self:
                 return decomposed(func, args, kwargs, self.device.type)
-        self._check(func, args, kwargs)
-        self._note_inputs(func, args, kwargs, inputs)
+        self._before(operator, args, kwargs, inputs)
         result = func(*args, **kwargs)
-        self.drew = self.drew or _draws(func, args, kwargs)
-        self._note_results(func, result)
+        self._after(operator, args, kwargs, result)
         return result
 
-    def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        found = offence(func, args, kwargs, self.device)
-        if found is not None and not self._is_seed(func, args):
+    @unheard
+    def _before(self, operator: Operator, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
+        self._check(operator, args, kwargs, inputs)
+        self._note_inputs(operator, args, kwargs, inputs)
+
+    @unheard
+    def _after(self, operator: Operator, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        self.drew = self.drew or operator.drew(args, kwargs)
+        self._note_results(operator.func, result)
+
+    def _check(self, operator: Operator, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
+        if operator.suspect:
+            found = offence(operator.func, args, kwargs, self.device)
+        else:
+            found = foreign(inputs, self.device)
+        if found is not None and not self._is_seed(operator.func, args):
             self.blame(found)
 
     def _is_seed(self, func: Any, args: Any) -> bool:
@@ -149,7 +161,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = {id(t): t for t in (*arguments, *self.outside.values()) if family_key(t) in self.written}
         return [t for t in found.values() if t.grad_fn is not None and not self.is_older(t)]
 
-    def _note_inputs(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
+    def _note_inputs(
+        self, operator: Operator, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]
+    ) -> None:
         if current_backward() not in (-1, self._task):
             self.backward = True
         for value in (*args, *kwargs.values()):
@@ -157,7 +171,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.generators[id(value)] = value
         for tensor in inputs:
             key = family_key(tensor)
-            if func in _BORN:
+            if operator.born:
                 self.born.add(key)
                 self._check_lifted(tensor)
             elif key not in self.born and key not in self.given:
@@ -165,9 +179,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.outside[key], self.versions[key] = tensor, version_of(tensor)
                 if tensor.requires_grad and not tensor.is_leaf:
                     self.history.setdefault(id(tensor), tensor)
-        if func in _RESTRIDING:
+        if operator.restrides:
             self.restrided.add(family_key(inputs[0]))
-        for tensor in writes_of(func, args, kwargs):
+        for tensor in writes_of(operator.func, args, kwargs) if operator.writes else ():
             self.written.add(family_key(tensor))
             if self.undo is not None and family_key(tensor) not in self.born:
                 self.undo.before_write(tensor)
@@ -197,17 +211,6 @@ def _averaging() -> Offence | None:
             )
         frame = frame.f_back
     return None
-
-
-def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws random numbers: attention says so of itself even where its dropout is 0."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
-            return bool(given)
-    return True
 
 
 @contextmanager
