@@ -14,7 +14,7 @@ from ._forms import Form, like_of, placed
 from ._graph import Outcome
 from ._layout import family_key, first_byte, overlaps_itself, span
 from ._padding import Fit
-from ._results import Maker, ResultPlan
+from ._results import Copied, Maker, ResultPlan
 
 __all__ = ["CutPlan", "cut_results"]
 
@@ -191,8 +191,7 @@ class _Anew:
             self._plan.copied += [part for part, _, _ in self._members]
         first, members = self._first, self._members
         if len(members) == 1 and _copies_as(members[0]):
-            shape, strides = members[0][2].shape, members[0][2].strides
-            return lambda sources, fresh, tied: fresh[first].reshape(shape).as_strided(shape, strides)
+            return _alone(members[0], first)
 
         def make(sources: Sources, fresh: Sources, tied: Sources) -> Tensor:
             if number == 0:
@@ -206,6 +205,18 @@ class _Anew:
             return laid
 
         return make
+
+
+def _alone(member: Member, position: int) -> Maker:
+    """The maker of a result that is one copy; views cost a call something, so as few as can be."""
+    part, _, form = member
+    shape, strides = form.shape, form.strides
+    copied = torch.empty_like(part, device="meta")
+    if copied.reshape(shape).stride() != strides:
+        return lambda sources, fresh, tied: fresh[position].reshape(shape).as_strided(shape, strides)
+    if copied.shape == shape:
+        return Copied(position)
+    return lambda sources, fresh, tied: fresh[position].reshape(shape)
 
 
 def _copies_as(member: Member) -> bool:
