@@ -37,9 +37,11 @@ class Patterns:
         generators: Callable[[], list[torch.Generator]],
         refuse: Callable[[CaptureError], None],
         recorded: Callable[[], None],
+        make_way: Callable[[], None],
         gates: weakref.WeakValueDictionary[tuple[int, ...], Gate],
     ) -> None:
         self.generators, self.refuse, self.recorded = generators, refuse, recorded
+        self.make_way = make_way
         self.gates = gates
         self.outside: list[Tensor] = []
         """What needed gradients in a warm-up and lies outside."""
@@ -172,8 +174,23 @@ class Instance:
             if known is None:
                 return self._first(turn, key, grads, given)
             self._check(known, turn.versions)
-            found, self._lent = known.backward.graph(given, ()), known.backward.pulled(given)
+            found, self._lent = self._replayed(known.backward, given), known.backward.pulled(given)
             return found, self._lent
+
+    def _replayed(self, backward: Backward, given: tuple[Tensor, ...]) -> Grads:
+        """The gradients of a replay; where there was no memory for them, once more with all else let go."""
+        pool = self.setting.pool
+        try:
+            grads: Grads = backward.graph(given, ())
+        except BaseException as error:
+            if error is not pool.short:
+                raise
+            pool.short = None
+        else:
+            return grads
+        self.patterns.make_way()
+        again: Grads = backward.graph(given, ())
+        return again
 
     def reclaim(self) -> None:
         """The next replay may write where gradients lie that the running backward has not added yet."""
@@ -263,8 +280,15 @@ class Instance:
     def _recorded(self, grads: Grads, given: tuple[Tensor, ...], specs: Sequence[Any]) -> Backward:
         mask = [None if g is None else True for g in grads]
         generators = self.patterns.generators()
-        with self.setting.backend.scope(self.device, stream=self.stream):
-            return record_backward(self, mask, given, specs, generators)
+        for last in (False, True):
+            try:
+                with self.setting.backend.scope(self.device, stream=self.stream):
+                    return record_backward(self, mask, given, specs, generators)
+            except Exception as error:
+                if last or not self.setting.backend.is_oom(error):
+                    raise
+            self.patterns.make_way()
+        raise AssertionError("the second time returns or raises")
 
 
 def _kind(given: tuple[Tensor, ...]) -> tuple[Any, Any]:

@@ -99,7 +99,7 @@ def fitted(
         graph.recording, copies, [] if lent else plan.copied, shared=True
     )
     if lent and plan.copied:
-        launch = lending(launch, plan.copied, setting.backend, setting.pool.retired)
+        launch = lending(launch, plan.copied, setting.backend, setting.pool)
     made.launch = plan.moded(launch)
     behind = _behind(inputs, setting.flats, fit, fills, theirs | {i for i, _ in graph.mutated})
     made.fill = _filler(inputs, behind, [(lives[i], i) for i in theirs & fit.dims().keys()], fit)

@@ -118,7 +118,7 @@ class Graph:
 
     def __init__(self, setting: Setting, recording: Recording, memory: Any) -> None:
         self.recording, self.memory, self.pool = recording, memory, setting.pool
-        self.order = setting.backend.order
+        self.order, self._is_oom = setting.backend.order, setting.backend.is_oom
         self.stage: Callable[[Sequence[Tensor]], None]
         self.fill: Callable[[Sequence[Tensor]], None] | None = None
         self.launch: Callable[[], Sequence[Tensor]]
@@ -150,7 +150,11 @@ class Graph:
                 self.step.refill()
             if pool.retired:
                 pool.retire()
-            fresh = self.launch()
+            try:
+                fresh = self.launch()
+            except BaseException as error:
+                self._note_short(error, staged)
+                raise
             for index, static in self.mutated:
                 tensors[index].copy_(static)
             if self.bumped:
@@ -189,6 +193,12 @@ class Graph:
         """The recordings of its backward."""
         return () if self.instance is None else self.instance.recordings()
 
+    def _note_short(self, error: BaseException, staged: bool) -> None:
+        """Backends make room for results before the work: without it, nothing happened, unless the recording run did."""
+        pool = self.pool
+        pool.short = None if error is pool.spent or staged or not self._is_oom(error) else error
+        pool.spent = None
+
     def _stage(self, tensors: tuple[Tensor, ...]) -> None:
         try:
             self.stage(tensors)
@@ -215,7 +225,7 @@ def plan_launch(
     copied = [] if lent else plan.copied
     stage, launch = setting.backend.replayer(graph.recording, inputs.copies, copied, shared=setting.sized)
     if lent and plan.copied:
-        launch = lending(launch, plan.copied, setting.backend, setting.pool.retired)
+        launch = lending(launch, plan.copied, setting.backend, setting.pool)
     graph.inputs, graph.copied = inputs, plan.copied
     graph.stage, graph.launch, graph.fill = stage, plan.moded(launch), inputs.filler()
 

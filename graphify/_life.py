@@ -67,6 +67,7 @@ class Life:
 
     def __init__(self, setting: Setting, options: Options, names: Sequence[str]) -> None:
         self.setting, self.options, self.names = setting, options, names
+        setting.pool.join(self)
         self.tables: dict[Any, Table] = {}
         self.executed = Executed()
         self.generators: dict[int, torch.Generator] = {}
@@ -125,6 +126,13 @@ class Life:
         if changed and entry.graph is not None:
             self.discard(entry)
         return changed
+
+    def alike(self, entry: Entry) -> Entry | None:
+        """A recorded entry that differs in sizes only, where code that was compiled for its sizes cannot matter."""
+        if self.executed.everything:
+            return None
+        found = (e for e in self.ready if e.tree == entry.tree and e.key[:2] == entry.key[:2] and e.holds())
+        return next((e for e in found if e.patterns is None and e.device == entry.device), None)
 
     def touch(self, entry: Entry) -> None:
         """Note that a call used this entry."""
@@ -439,8 +447,13 @@ class Life:
             if alive is not None:
                 alive.counts["recordings"] += 1
 
+        def make_way() -> None:
+            alive = life()
+            if alive is not None:
+                alive.make_way()
+
         generators = self.generators
-        return Patterns(lambda: list(generators.values()), refuse, recorded, self._gates)
+        return Patterns(lambda: list(generators.values()), refuse, recorded, make_way, self._gates)
 
     def refuse_backward(self, error: CaptureError) -> None:
         """A backward that cannot be recorded: raised, or said once and run live from then on."""
@@ -464,7 +477,7 @@ class Life:
         except Exception as error:
             self._note_failure(entry, error)
             if self.setting.backend.is_oom(error):
-                self._shrink()
+                self.make_way()
             raise
         if again:  # out here, where no traceback keeps what the run made
             return self._once_more(entry, call)
@@ -513,10 +526,19 @@ class Life:
             return self.refuse(_GRAD, call)
         return self._warm_up(entry, call)
 
-    def _shrink(self) -> None:
-        """After running out of memory, let the pool go; graphs that still replay keep their part of it."""
-        self.setting.pool.forget()
-        self.setting.backend.reclaim()
+    def make_way(self) -> None:
+        """Memory ran out: let the pool go with all its graphs, since one of them alone would free nothing."""
+        with self.setting.pool.lock:
+            self.setting.pool.drop()
+            self.setting.backend.reclaim()
+        log.info("%s: out of memory: all graphs of its pool are dropped", self.setting.name)
+
+    def let_go(self) -> None:
+        """Drop all graphs, and keep what is known of the calls."""
+        self.counts["evictions"] += len(self.ready)
+        for entry in list(self.ready):
+            self.discard(entry)
+        self.setting.flats.clear()
 
     def _note_failure(self, entry: Entry, error: Exception) -> None:
         """After the user's own error the signature starts again, but not for ever."""
@@ -527,6 +549,18 @@ class Life:
         log.info("%s: recording failed with %r", self.setting.name, error)
 
     def _make_graph(self, entry: Entry, call: Call, undo: UndoLog | None = None) -> None:
+        """Record, and when memory runs out once more in a new pool."""
+        try:
+            self._make_graph_here(entry, call, undo)
+        except Exception as error:
+            if not self.setting.backend.is_oom(error):
+                raise
+        else:
+            return
+        self.make_way()  # out here, where no traceback keeps what the run made
+        self._make_graph_here(entry, call, undo)
+
+    def _make_graph_here(self, entry: Entry, call: Call, undo: UndoLog | None) -> None:
         self.make_room()
         if entry.whole:
             close_gates()
@@ -586,8 +620,16 @@ class Life:
         with self.setting.pool.lock:
             instances = entry.graph
             if isinstance(instances, Instances) and len(instances.graphs) < MOST and not self.sealed:
-                with self.setting.backend.scope(entry.device_or_raise()):
-                    graph, _ = self._recorded(entry, call, None)
+                try:
+                    with self.setting.backend.scope(entry.device_or_raise()):
+                        graph, _ = self._recorded(entry, call, None)
+                except Exception as error:
+                    if not self.setting.backend.is_oom(error):
+                        raise
+                    graph = None
+                if graph is None:
+                    self.make_way()
+                    return self._record(entry, call)
                 instances.graphs.append(graph)
                 self.counts["recordings"] += 1
                 result = graph(call.tensors, call.values, staged=graph.recording.ran)
@@ -596,8 +638,18 @@ class Life:
                 return result
         return self.eagerly("instances", call)
 
-    def rehearse(self, entry: Entry, call: Call) -> None:
-        """Record ahead of time: warm-ups and the capture leave no trace."""
+    def rehearse(self, entry: Entry, call: Call, like: Entry | None = None) -> None:
+        """Record ahead of time: warm-ups and the capture leave no trace.
+
+        What warm-ups taught about `like`, an entry of other sizes, holds here, unless the capture shows that it
+        does not, as where a kernel is tuned for each size.
+        """
+        if like is not None and not entry.warmed:
+            entry.resemble(like)
+            self.rehearse(entry, call)
+            if entry.graph is not None:
+                return
+            entry.refusal, entry.warmed = None, 0
         backend, device = self.setting.backend, entry.device_or_raise()
         for _ in range(self.options.warmup - entry.warmed):
             with (

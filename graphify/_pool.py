@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 __all__ = ["GraphPool"]
+
+
+class Member(Protocol):
+    """Whoever has graphs in a pool."""
+
+    def let_go(self) -> None:
+        """Drop them all."""
 
 
 class GraphPool:
@@ -26,7 +34,16 @@ class GraphPool:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.retired: list[Callable[[], None]] = []
+        self.short: BaseException | None = None
+        """Raised by a replay that found no memory for its results, and did nothing yet."""
+        self.spent: BaseException | None = None
+        """Raised after the work of a replay."""
         self._memory: dict[tuple[str, torch.device], Any] = {}
+        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+
+    def join(self, member: Member) -> None:
+        """Ask this member, too, when the pool must go."""
+        self._members.add(member)
 
     def memory(self, backend: Any, device: torch.device) -> Any:
         """The backend's own pool for this device, made at first use."""
@@ -40,6 +57,12 @@ class GraphPool:
         for close in self.retired:
             close()
         self.retired.clear()
+
+    def drop(self) -> None:
+        """Drop every graph of every member: the memory of a pool comes back when the last of its graphs is gone."""
+        for member in list(self._members):
+            member.let_go()
+        self.forget()
 
     def forget(self) -> None:
         """Let go of the memory; the next recording starts with a new pool."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._layout import family_key, first_byte, is_dense, overlaps_itself, span, view_of
+from ._pool import GraphPool
 from .backends.base import Backend, Loan
 
 __all__ = ["Attach", "Copied", "Maker", "Primary", "ResultPlan", "TangledError", "lending"]
@@ -21,9 +22,9 @@ Attach = Callable[[Sources, Sequence[Tensor]], Sequence[Tensor]]
 
 
 def lending(
-    launch: Callable[[], Any], results: Sources, backend: Backend, closers: list[Callable[[], None]]
+    launch: Callable[[], Any], results: Sources, backend: Backend, pool: GraphPool
 ) -> Callable[[], Sequence[Tensor]]:
-    """A launch that lends graph memory, and adds what ends each loan to `closers`.
+    """A launch that lends graph memory, and adds what ends each loan to what the pool retires.
 
     A loan that nobody holds any more when it ends is lent again: making one costs ten times as much.
     """
@@ -41,10 +42,14 @@ def lending(
     def launch_and_lend() -> Sequence[Tensor]:
         launch()
         lent = []
-        for i, result in enumerate(results):
-            loan, shelf[i] = shelf[i] or backend.lend(result), None
-            closers.append(ending(i, loan))
-            lent.append(loan.tensor)
+        try:
+            for i, result in enumerate(results):
+                loan, shelf[i] = shelf[i] or backend.lend(result), None
+                pool.retired.append(ending(i, loan))
+                lent.append(loan.tensor)
+        except BaseException as error:
+            pool.spent = error
+            raise
         return lent
 
     return launch_and_lend

@@ -87,7 +87,23 @@ class Runner:
             if graph is not None and entry.serves(table.tree, tensors, tokens):
                 return graph(tensors, values)
             return self._look_up(table, tensors, tokens, values)
+        except BaseException as error:
+            if error is not self._pool.short:
+                self._life.counts["errors"] += 1
+                raise
+            self._pool.short = None
+        return self._anew(args, kwargs)  # out here, where no traceback keeps anything
+
+    def _anew(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A replay found no memory for its results, and nothing of the call has happened: once more in a new pool."""
+        self._life.make_way()
+        try:
+            table, key, tensors, values = self._located(args, kwargs)
+            with self._pool.lock:
+                entry = self._ways.find(table, key, tensors, values)
+            return self._ways.advance(entry, Call(table.tree, values, tensors))
         except BaseException:
+            self._pool.short = None
             self._life.counts["errors"] += 1
             raise
 

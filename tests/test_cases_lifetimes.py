@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -343,20 +344,25 @@ def test_b80_refusal_is_remembered(backend, device):
 
 
 def test_b81_out_of_memory_while_capturing(backend, device):
-    """Running out of memory in a capture surfaces, leaves no trace, and a later call captures."""
-    trouble: list[int] = []
+    """Out of memory in a capture: once more in a new pool, then it surfaces without trace, and a later call captures."""
+    trouble: SimpleQueue[int] = SimpleQueue()  # which nothing puts back
 
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
-        if trouble and trouble.pop():
+        if not trouble.empty() and trouble.get():
             raise torch.OutOfMemoryError("CUDA out of memory (made up)")
         return y
 
     graphed = graphify(f, backend=backend)
     graphed(torch.ones(3, device=device))
-    trouble.append(1)
+    trouble.put(1)
+    trouble.put(1)
     with pytest.raises(torch.OutOfMemoryError):
         graphed(torch.ones(3, device=device))
+    graphed(torch.ones(3, device=device))
+    trouble.put(1)
+    equal(torch.full((3,), 2.0, device=device), graphed(torch.ones(3, device=device)))
+    assert counts(graphed) == (2, 1, 0, 0, 1)
     for x in [t.to(device) for t in rows(3)]:
         equal(x + 1, graphed(x))
 

@@ -117,11 +117,14 @@ def _launch_nodes(
 
 
 def _launch_kernels(graph: torch.cuda.CUDAGraph, results: Sources) -> Callable[[], Sequence[Tensor]]:
-    replay = graph.replay
+    replay, empty_like, copy_all = graph.replay, torch.empty_like, torch._foreach_copy_
     originals = [t.detach() for t in results]
 
     def launch() -> Sequence[Tensor]:
+        fresh = [empty_like(t) for t in originals]
         replay()
-        return [t.clone() for t in originals]
+        if fresh:
+            copy_all(fresh, originals)
+        return fresh
 
     return launch

@@ -64,8 +64,11 @@ def copying(recording: Recording, copies: Sequence[Copy], results: Sequence[Tens
     originals = [t.detach() for t in results]
 
     def launch() -> Sequence[Tensor]:
+        fresh = [torch.empty_like(t) for t in originals]
         recording.replay()
-        return [t.clone() for t in originals]
+        for new, t in zip(fresh, originals, strict=True):
+            new.copy_(t)
+        return fresh
 
     return Replay(copier(copies), launch)
 

@@ -32,7 +32,7 @@ class Replay(NamedTuple):
     stage: Callable[[Sequence[Tensor]], None]
     """Take the inputs of the next launch from the tensors of a call."""
     launch: Callable[[], Sequence[Tensor]]
-    """Replay, and answer fresh copies of the results."""
+    """Replay, and answer fresh copies of the results; memory for these is made before the work, or nothing happens."""
 
 
 class Loan(Protocol):
