@@ -212,11 +212,11 @@ def _alone(member: Member, position: int) -> Maker:
     part, _, form = member
     shape, strides = form.shape, form.strides
     copied = torch.empty_like(part, device="meta")
-    if copied.reshape(shape).stride() != strides:
-        return lambda sources, fresh, tied: fresh[position].reshape(shape).as_strided(shape, strides)
-    if copied.shape == shape:
+    if (copied.shape, copied.stride()) == (shape, strides):
         return Copied(position)
-    return lambda sources, fresh, tied: fresh[position].reshape(shape)
+    if copied.reshape(shape).stride() == strides:
+        return lambda sources, fresh, tied: fresh[position].reshape(shape)
+    return lambda sources, fresh, tied: fresh[position].reshape(shape).as_strided(shape, strides)
 
 
 def _copies_as(member: Member) -> bool:
