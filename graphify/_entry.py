@@ -141,7 +141,7 @@ class Entry:
 
     def resemble(self, other: Entry) -> None:
         """Take over what warm-ups taught about a signature that differs in `.grad` only."""
-        self.warmed, self.whole = other.warmed, other.whole
+        self.warmed, self.whole, self.large = other.warmed, other.whole, other.large
         self.numbers, self.patterns = other.numbers, other.patterns
 
     def drop(self) -> None:

@@ -225,7 +225,8 @@ class Sizes:
         blank = entry.fit.blank(call.tensors, entry.fills)
         bucket = self._bucket(entry, blank, call)
         if bucket.graph is None and bucket.refusal is None:
-            self.life.rehearse(bucket, Call(call.tree, call.tree.rebuild(blank, call.consts), blank))
+            padding = Call(call.tree, call.tree.rebuild(blank, call.consts), blank)
+            self.life.rehearse(bucket, padding, self.life.alike(bucket))
         inside = all(0 < live <= full for live, full in zip(entry.fit.live, entry.fit.full, strict=True))
         if inside and bucket.refusal is None and not bucket.large:
             self._learn(entry, bucket, call)
