@@ -5,7 +5,7 @@ Each run is a trial and leaves no trace. Memory above 256 MiB that a run writes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ _SCRATCH = (
     ' write check_padding="outputs"'
 )
 
-Cutter = Callable[[list[Tensor], Watch, Sequence[Tensor]], list[Tensor]]
+Cutter = Callable[[list[Tensor], Collection[int], Sequence[Tensor]], list[Tensor]]
 
 
 class Proof(NamedTuple):
@@ -90,6 +90,7 @@ def prove(
     exact = prover.exact()
     padded = prover.padded([fill for fill, _ in fills])
     why = _uncompared(exact, check)
+    prover.check_rows_left(exact, padded)
     if not why:
         prover.compare(exact, padded, rounding=True)
         prover.check_writes([fill for fill, _ in fills], exact)
@@ -143,7 +144,6 @@ class _Prover:
         self.life, self.device, self.call, self.fit = life, device, call, fit
         self.cuts: list[Learner] = []
         self._exact: list[Tensor] = []
-        self._outside: list[bool] = []
 
     def exact(self) -> _Run:
         """The run that eager makes."""
@@ -153,6 +153,14 @@ class _Prover:
             raise found
         self._exact = run.results
         return run
+
+    def check_rows_left(self, exact: _Run, padded: _Run) -> None:
+        """Raise where an attribute would have the rows of a bucket, also where nothing else can be compared."""
+        for name in exact.state.keys() & padded.state.keys() if self.state else ():
+            here, there = tuple(padded.state[name].shape), tuple(exact.state[name].shape)
+            if here != there:
+                what = f"{name} depends on the padding: {here} padded, {there} at its exact size"
+                raise self._error(what, _SIZE)
 
     def check_writes(self, fills: Sequence[Any], exact: _Run) -> None:
         """Raise where padded rows write memory that live rows leave alone, whatever it holds and they write."""
@@ -187,21 +195,24 @@ class _Prover:
                 raise
             raise self._error(f"raises {error!r} when padded", "it runs at its exact size") from error
 
-    def _whole(self, results: list[Tensor], watch: Watch, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _whole(
+        self, results: list[Tensor], outside: Collection[int], tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
         """The results of the exact run, which show what each lies in."""
         self.cuts = [Learner() for _ in results]
-        self._outside = [family_key(result) in watch.outside for result in results]
-        teach(self.cuts, self.fit.live, results, tensors, lambda index, _: self._outside[index])
+        teach(self.cuts, self.fit.live, results, tensors, lambda _, result: family_key(result) in outside)
         return results
 
-    def _cut(self, results: list[Tensor], watch: Watch, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _cut(
+        self, results: list[Tensor], outside: Collection[int], tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Cut the results of a padded run; the first one shows which way of several is right."""
         fit = self.fit
         if len(results) != len(self.cuts):
             raise self._error(f"returns {len(results)} tensors, not {len(self.cuts)}, when padded", _SIZE)
         if any(r.dim() != e.dim() for r, e in zip(results, self._exact, strict=True)):
             raise self._error("returns tensors of other dimensions when padded", _SIZE)
-        teach(self.cuts, fit.full, results, tensors, lambda _, result: family_key(result) in watch.outside)
+        teach(self.cuts, fit.full, results, tensors, lambda _, result: family_key(result) in outside)
         cut: list[Tensor] = []
         for learner, result, expected in zip(self.cuts, results, self._exact, strict=True):
             ways = [(way, way(result, fit.live, fit.full)) for way in learner.cuts(fit)]
@@ -236,8 +247,8 @@ class _Prover:
         tree = tree_of(roots, ["output"])
         found = tree.unpack(roots)
         assert found is not None, "a value has the structure that was read off it"
-        live = cut(list(found[0]), watch, call.tensors)
         names = {family_key(t): f"`{place.name}`" for place, t in survey.tensors()}
+        live = cut(list(found[0]), names.keys() | watch.outside.keys(), call.tensors)
         state = _written(watch, log.skipped, names) | self._rebound(survey, call)
         grads = {} if watch.backward else self._gradients(live, watch.outside, call, names)
         arguments = [self.fit.lives(i, t.detach()).clone() for i, t in enumerate(call.tensors)]

@@ -204,6 +204,21 @@ def test_views_of_outside_tensors_are_views_of_them(backend: str, device: torch.
     like_eager(make, over(rows), backend, device, **ROWS)
 
 
+def test_outside_tensors_that_are_only_returned(backend: str, device: torch.device) -> None:
+    """A buffer, a parameter or an item of a list that no operator touches comes back as itself."""
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.pile = [torch.zeros(4)]
+
+        def forward(self, x: Tensor) -> Any:
+            return x * 2, self.weight, self.pile[0], self.weight[1:]
+
+    like_eager(Holds, over(rows), backend, device, **ROWS)
+
+
 def test_which_of_two_orders_is_right_is_not_guessed(backend: str, device: torch.device) -> None:
     """One live element shows neither order of a flattened result; the next size is proved anew."""
     sizes = [(1, 1), (2, 3), (2, 4), (1, 3), (2, 2)]

@@ -409,6 +409,22 @@ def test_random_numbers_are_those_of_the_bucket(backend: str, device: torch.devi
         assert torch.equal(torch.rand(2, device=device), after)
 
 
+def test_rows_left_in_an_attribute_are_refused_beside_random_numbers(
+    backend: str, device: torch.device
+) -> None:
+    """Where draws forbid to compare values, an attribute of the bucket's size is refused still."""
+
+    class Drops(nn.Module):
+        last: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x
+            return nn.functional.dropout(x, 0.5)
+
+    with pytest.raises(PaddingError, match=r"`self.last` depends on the padding: \(4, 3\) padded, \(3, 3\)"):
+        graphify(Drops(), backend=backend, **ROWS)(torch.randn(3, 3, device=device))
+
+
 # ---------------------------------------------------------------- sizes that no bucket holds, arguments that cannot be padded
 
 
