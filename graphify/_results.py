@@ -16,7 +16,7 @@ __all__ = ["Attach", "Copied", "Maker", "Primary", "ResultPlan", "TangledError",
 
 T = TypeVar("T")
 Sources = Sequence[Tensor]
-Maker = Callable[[Sources, Sequence[Tensor], Sequence[Tensor]], Tensor]
+Maker = Callable[[Sources, Sequence[Tensor], list[Any]], Tensor]
 Attach = Callable[[Sources, Sequence[Tensor]], Sequence[Tensor]]
 """Ties copies to the backward of their recording, for the tensors of a call."""
 
@@ -107,6 +107,7 @@ class ResultPlan:
         self._statics = _by_storage(enumerate(statics))
         self._outside = _by_storage((real, known) for known, real in outside)
         self._wholes: dict[int, _Whole] = {}
+        self._views: dict[int, _View] = {}
         self._makers = [self._maker(result) for result in results]
 
     def in_order(self) -> bool:
@@ -120,6 +121,8 @@ class ResultPlan:
     def maker(self, attach: Attach | None) -> Callable[[Sources, Sequence[Tensor]], Sequence[Tensor]]:
         """What makes the results of a call from its tensors and the fresh copies."""
         makers, primaries, copied = self._makers, self.primaries, self.copied
+        # In the order in which the run made them, as that is the order in which their gradients add up.
+        views = sorted(self._views.values(), key=lambda view: view.age)
         first = [next(j for j, r in enumerate(self.results) if r is result) for result in self.results]
         leaves = [
             r.requires_grad and r.grad_fn is None and isinstance(m, Copied)
@@ -127,7 +130,11 @@ class ResultPlan:
         ]
 
         def make(sources: Sources, fresh: Sequence[Tensor]) -> Sequence[Tensor]:
-            tied = attach(sources, [_part(p, copied, fresh) for p in primaries]) if attach is not None else ()
+            tied: list[Tensor | None] = [None] * len(views)
+            if attach is not None:
+                tied = [*attach(sources, [_part(p, copied, fresh) for p in primaries]), *tied]
+            for view in views:
+                view(sources, fresh, tied)
             made: list[Tensor] = []
             for i, maker in enumerate(makers):
                 made.append(made[first[i]] if first[i] < i else maker(sources, fresh, tied))
@@ -181,11 +188,29 @@ class ResultPlan:
         if primary is not None and result.grad_fn is not None:
             if result is self.primaries[primary].tensor:
                 return lambda sources, fresh, tied: tied[primary]
-            return lambda sources, fresh, tied: _view(tied[primary], result, byte)
+            return self._views.get(id(result)) or self._add_view(result, primary, low)
         if self.copied[position] is result:
             mixed = len({r.is_inference() for r in self.results}) > 1
             return _Recast(position, result.is_inference()) if mixed else Copied(position)
         return lambda sources, fresh, tied: _view(fresh[position], result, byte)
+
+    def _add_view(self, result: Tensor, primary: int, low: int) -> _View:
+        above = self._above(result, self.primaries[primary].tensor)
+        base = None if above is None else self._views.get(id(above)) or self._add_view(above, primary, low)
+        made = self._views[id(result)] = _View(
+            result, first_byte(result) - low, primary, base, len(self._views)
+        )
+        return made
+
+    def _above(self, result: Tensor, base: Tensor) -> Tensor | None:
+        """The result that this one is a view of, between it and their base: gradients add up there first."""
+        others = {r.grad_fn: r for r in self.results if r._base is base and not overlaps_itself(r)}
+        node: Any = result.grad_fn
+        while node is not None and node != base.grad_fn:
+            node = node.next_functions[0][0] if node.next_functions else None
+            if node in others:
+                return others[node]
+        return None
 
     def _add_whole(self, family: list[Tensor]) -> _Whole:
         """Choose what to copy for results that share one storage: a tensor as it is, or a byte range."""
@@ -254,13 +279,30 @@ def _part(primary: Primary, copied: Sources, fresh: Sequence[Tensor]) -> Tensor:
     return _view(whole, primary.tensor, primary.byte).detach()
 
 
+class _View:
+    """A result with gradients that is a view of a primary, or of another such view; made once at each call."""
+
+    def __init__(self, like: Tensor, byte: int, primary: int, above: _View | None, number: int) -> None:
+        node: Any = like.grad_fn
+        self.age: int = node._sequence_nr()
+        self._like, self._byte, self._primary, self._above, self._number = like, byte, primary, above, number
+
+    def __call__(self, sources: Sources, fresh: Sequence[Tensor], tied: list[Any]) -> Tensor:
+        place = ~self._number  # behind the primaries
+        if tied[place] is None:
+            base = tied[self._primary] if self._above is None else self._above(sources, fresh, tied)
+            tied[place] = _view(base, self._like, self._byte)
+        made: Tensor = tied[place]
+        return made
+
+
 class Copied:
     """A result that is a copy as it stands."""
 
     def __init__(self, position: int) -> None:
         self.position = position
 
-    def __call__(self, sources: Sources, fresh: Sequence[Tensor], tied: Sequence[Tensor]) -> Tensor:
+    def __call__(self, sources: Sources, fresh: Sequence[Tensor], tied: list[Any]) -> Tensor:
         return fresh[self.position]
 
 
@@ -271,7 +313,7 @@ class _Recast(Copied):
         super().__init__(position)
         self.inference = inference
 
-    def __call__(self, sources: Sources, fresh: Sequence[Tensor], tied: Sequence[Tensor]) -> Tensor:
+    def __call__(self, sources: Sources, fresh: Sequence[Tensor], tied: list[Any]) -> Tensor:
         made = fresh[self.position]
         if made.is_inference() == self.inference:
             return made

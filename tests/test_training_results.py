@@ -217,3 +217,43 @@ def test_a_result_that_depends_on_no_outside_tensor(backend, device):
             yield [r.requires_grad for r in results], w.grad
 
     same(train, backend)
+
+
+VIEWS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "a view of a view": lambda h: (h[0], h[0][...], h),
+    "the inner one first": lambda h: (h[0][1:], h[0], h.t(), h),
+    "one of the other": lambda h: tuple(nested(h)),
+    "in another order": lambda h: (h[1:], h[:1], h.view(-1), h)[::-1],
+    "written": lambda h: tuple(written(h)),
+}
+
+
+def nested(h: Tensor) -> Iterator[Tensor]:
+    row = h[0]
+    yield row[1:]
+    yield row[:2]
+    yield row
+    yield h
+
+
+def written(h: Tensor) -> Iterator[Tensor]:
+    row = h[0]
+    row.mul_(0.5)
+    yield row[1:]
+    yield row
+    yield h
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_views_of_one_another(backend, device, kind):
+    """Gradients of a result and of views of it, and of views of these, add up in eager's order, bit for bit."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        w = nn.Parameter(torch.rand(3, device=device))
+        f = wrap(lambda x: VIEWS[kind]((x * w).exp() * 2))
+        for _ in range(6):
+            results = f(torch.randn(2, 3, device=device))
+            sum((r * torch.randn(r.shape, device=device)).mean() for r in results).backward()
+            yield results, w.grad
+
+    replayed(same(train, backend))
