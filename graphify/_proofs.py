@@ -5,7 +5,8 @@ Each run is a trial and leaves no trace. Memory above 256 MiB that a run writes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +20,10 @@ from ._life import Life
 from ._nearness import unlike
 from ._optimizers import steps
 from ._padding import Fit
+from ._specification import root_of
 from ._survey import Survey
 from ._tree import Tree, tree_of
-from ._trial import trial
+from ._trial import is_large, trial
 from ._undo import UndoLog
 from ._watch import Watch, watching
 from .errors import PaddingError
@@ -118,17 +120,6 @@ def _from_batch(buffer: Tensor, live: tuple[int, ...]) -> None:
             buffer.narrow(dim, size, behind).copy_(buffer.index_select(dim, rows))
 
 
-def _copies(tensors: Sequence[Tensor], mine: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Copies, laid out alike, that a run may write and take gradients of; one tensor given twice stays one."""
-    made: dict[int, Tensor] = {}
-    for tensor, own in zip(tensors, mine, strict=True):
-        if id(tensor) not in made:
-            with torch.inference_mode(own.is_inference()), torch.no_grad():
-                copied = _copied(tensor.detach())
-            made[id(tensor)] = copied.requires_grad_() if own.requires_grad else copied
-    return tuple(made[id(t)] for t in tensors)
-
-
 def _copied(tensor: Tensor) -> Tensor:
     low, high = span([tensor])
     flat = torch.empty(high - low, dtype=torch.uint8, device=tensor.device)
@@ -143,11 +134,18 @@ class _Prover:
         self.state = state
         self.life, self.device, self.call, self.fit = life, device, call, fit
         self.cuts: list[Learner] = []
+        paths, static = call.tree.tensor_paths, life.options.static_args
+        self._lent = {
+            id(t)
+            for path, t in zip(paths, call.tensors, strict=True)
+            if root_of(path) in static and is_large(t)
+        }
+        """Arguments by reference of which no copy is made, as of any memory of their size."""
         self._exact: list[Tensor] = []
 
     def exact(self) -> _Run:
         """The run that eager makes."""
-        run = self._run(_copies(self.call.tensors, self.call.tensors), self._whole)
+        run = self._run(self._copies(self.call.tensors), self._whole)
         found = self.life.offence(run.watch, ())
         if found is not None:
             raise found
@@ -173,7 +171,7 @@ class _Prover:
         if not self.state or not written or exact.watch.backward:
             return
         stir = list(written.values())
-        live = self._run(_copies(self.call.tensors, self.call.tensors), lambda r, w, t: r, stir).state
+        live = self._run(self._copies(self.call.tensors), lambda r, w, t: r, stir).state
         found = self.padded(fills, stir).state
         for name in live.keys() & found.keys():
             start = _stirred(live[name])
@@ -183,17 +181,34 @@ class _Prover:
 
     def padded(self, fills: Sequence[Any], stir: Sequence[Tensor] = ()) -> _Run:
         """A run of the bucket's size, its results cut."""
-        detached = {id(t): t.detach() for t in self.call.tensors}
+        detached = {id(t): t if id(t) in self._lent else t.detach() for t in self.call.tensors}
         padded = self.fit.padded([detached[id(t)] for t in self.call.tensors], fills)
-        tensors = _copies(padded, self.call.tensors)
+        tensors = self._copies(padded)
+        return self._run(tensors, self._cut, stir)
+
+    @contextmanager
+    def _blaming(self, cut: Cutter) -> Iterator[None]:
+        """What only a padded run raises is the padding's fault; what the backend raises around it is not."""
         try:
-            return self._run(tensors, self._cut, stir)
+            yield
         except PaddingError:
             raise
         except Exception as error:
-            if self.life.setting.backend.is_oom(error):
+            if cut != self._cut or self.life.setting.backend.is_oom(error):
                 raise
             raise self._error(f"raises {error!r} when padded", "it runs at its exact size") from error
+
+    def _copies(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Copies, laid out alike, that a run may write and take gradients of; one tensor given twice stays one."""
+        made: dict[int, Tensor] = {}
+        for tensor, own in zip(tensors, self.call.tensors, strict=True):
+            if id(tensor) in self._lent:
+                made[id(tensor)] = tensor
+            elif id(tensor) not in made:
+                with torch.inference_mode(own.is_inference()), torch.no_grad():
+                    copied = _copied(tensor.detach())
+                made[id(tensor)] = copied.requires_grad_() if own.requires_grad else copied
+        return tuple(made[id(t)] for t in tensors)
 
     def _whole(
         self, results: list[Tensor], outside: Collection[int], tensors: Sequence[Tensor]
@@ -233,9 +248,10 @@ class _Prover:
                 log.before_write(tensor)
                 _memory_of(tensor).copy_(_stirred(_memory_of(tensor)))
             watch = Watch(self.device, given=tensors, undo=log)
-            with watching(watch, backend.listen), steps():
+            with watching(watch, backend.listen), steps(), self._blaming(cut):
                 result = life.setting.run(call.values)
-            run = self._taken(result, watch, log, survey, call, cut)
+            with self._blaming(cut):
+                run = self._taken(result, watch, log, survey, call, cut)
         backend.hand_over([*run.results, *run.state.values(), *run.arguments, *run.grads.values()])
         return run
 
@@ -251,7 +267,10 @@ class _Prover:
         live = cut(list(found[0]), names.keys() | watch.outside.keys(), call.tensors)
         state = _written(watch, log.skipped, names) | self._rebound(survey, call)
         grads = {} if watch.backward else self._gradients(live, watch.outside, call, names)
-        arguments = [self.fit.lives(i, t.detach()).clone() for i, t in enumerate(call.tensors)]
+        arguments = [
+            torch.empty(0) if id(t) in self._lent else self.fit.lives(i, t.detach()).clone()
+            for i, t in enumerate(call.tensors)
+        ]
         results = [t.detach().clone() for t in live]
         return _Run(tree, found[1], results, state, arguments, grads, watch, log.skipped)
 

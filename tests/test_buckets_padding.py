@@ -550,3 +550,24 @@ class TestArgumentsByReference:
         with pytest.warns(GraphifyWarning, match="`cache` at 8 addresses"):
             for cache in kept:
                 decode(torch.ones(2, 3, device=device), torch.tensor([1, 5], device=device), cache)
+
+    def test_large_ones_are_not_copied_for_a_proof(
+        self, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A cache that fills half of the device is proved where it is."""
+        monkeypatch.setattr("graphify._trial._LIMIT", 1000)
+        places: list[int] = []
+        note = places.append  # which no survey looks into
+
+        def read(x: Tensor, small: Tensor, large: Tensor) -> Tensor:
+            note(large.data_ptr())
+            return x * small[0] * large[0]
+
+        graphed = graphify(read, static_args=("small", "large"), backend=backend, **ROWS)
+        small, large = torch.ones(2, 3, device=device), torch.ones(200, 3, device=device)
+
+        for n in (3, 3, 3, 1, 1, 1):
+            x = torch.randn(n, 3, device=device)
+            assert torch.equal(graphed(x, small, large), x)
+
+        assert set(places) == {large.data_ptr()}
