@@ -347,18 +347,28 @@ class _Recorder:
         assert found is not None
         outside = [(t, t) for _, t in self.before.tensors()]
         outside += [(t, t) for t in self.step.made] if self.step is not None else []
-        plan = ResultPlan(found[0], self.inputs.tensors, [*self.stand_ins.pairs(), *outside])
+        results = self._let_go(graph, found[0]) if self.setting.sized and self.patterns is None else found[0]
+        plan = ResultPlan(results, self.inputs.tensors, [*self.stand_ins.pairs(), *outside])
         if plan.primaries:
             self._plan_backward(graph, plan)
         lent = self.setting.static_outputs and not plan.primaries
         plan_launch(graph, self.setting, self.inputs, plan, lent=lent)
         consts = self._result_consts(tree, tree.consts(roots), after)
-        outcome = Outcome(found[0], outside, tree, consts, [change.place for change in self.hidden])
+        outcome = Outcome(results, outside, tree, consts, [change.place for change in self.hidden])
         plan_delivery(
             graph, plan, outcome, self.call.tree, None if self.instance is None else self.instance.attach
         )
         if self.setting.sized and self.instance is None:
             graph.outcome = outcome
+
+    def _let_go(self, graph: Graph, results: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Buckets copy or lend their results before another one replays: they may lie on one memory."""
+        known = {family_key(t) for t in (*self.inputs.tensors, *(t for _, t in self.before.tensors()))}
+        known |= self.watch.outside.keys()
+        known |= {family_key(t) for t in self.step.made} if self.step is not None else set()
+        mine = {id(t): t for t in results if family_key(t) not in known}
+        free = dict(zip(mine, self.setting.backend.let_go(list(mine.values()), graph.memory), strict=True))
+        return [free.get(id(t), t) for t in results]
 
     def _plan_backward(self, graph: Graph, plan: ResultPlan) -> None:
         """Everything that needs grad and is older than the run is an input of its backward."""

@@ -120,3 +120,36 @@ def test_a_size_that_filled_its_bucket_may_be_smaller_later(backend: str, device
             x = torch.randn(shape, device=device)
             for actual, expected in zip(graphed(x), outer(x), strict=True):
                 assert torch.equal(actual, expected)
+
+
+def test_results_of_buckets_lie_on_one_memory(device: torch.device, backend: str) -> None:
+    """Large results of many buckets take the pool no more than those of the largest, and stay each call's own."""
+    if backend != "cuda":
+        pytest.skip("only a device gives memory that nobody holds to the next capture")
+    weight = torch.randn(4, 2**18, device=device)
+    sizes = [8, 16, 24, 32, 40, 48, 56, 64]
+    graphed = graphify(lambda x: (x @ weight).relu(), buckets=sizes, backend=backend)
+    with torch.no_grad():
+        captured = graphed.capture_buckets(torch.randn(3, 4, device=device), progress=False)
+        assert captured.bytes < 2.5 * 64 * 2**18 * 4
+        kept = [(x, graphed(x)) for x in (torch.randn(n, 4, device=device) for n in (3, 64, 9, 33, 64, 1, 40))]
+        for x, y in kept:
+            torch.testing.assert_close(y, (x @ weight).relu())
+    graphed.reset()
+    torch.testing.assert_close(kept[1][1], (kept[1][0] @ weight).relu())
+
+
+def test_static_results_of_a_bucket_outlive_its_graphs(device: torch.device, backend: str) -> None:
+    """A static result stays readable after `reset`, whatever is captured next."""
+    weight = torch.randn(4, 2**16, device=device)
+    graphed = graphify(lambda x: x @ weight, buckets=[8, 16], outputs="static", backend=backend)
+    with torch.no_grad():
+        x = torch.randn(5, 4, device=device)
+        for _ in range(3):
+            y = graphed(x)
+        expected = y.clone()
+        graphed.reset()
+        other = graphify(lambda x: (x @ weight).exp(), buckets=[8, 16], backend=backend)
+        for _ in range(4):
+            other(torch.randn(7, 4, device=device))
+        assert torch.equal(y, expected)

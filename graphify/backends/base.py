@@ -117,6 +117,9 @@ class Backend(Protocol):
         there may be other plans for the same recording; else there is one, and strides agree, too.
         """
 
+    def let_go(self, tensors: Sequence[Tensor], pool: Any) -> list[Tensor]:
+        """The same tensors without a hold on their memory, which a later recording of the pool may use between replays."""
+
     def lend(self, tensor: Tensor) -> Loan:
         """Hand out graph memory under a storage of its own."""
 

@@ -103,9 +103,7 @@ class CudaLoan:
 
     def __init__(self, tensor: Tensor) -> None:
         memory = tensor.untyped_storage()
-        self.storage = torch._C._construct_storage_from_data_pointer(
-            memory.data_ptr(), tensor.device, memory.nbytes()
-        )
+        self.storage = _alias_of(memory)
         # The lent storage owns nothing: it must keep the graph's memory for as long as anybody holds it.
         self.storage._graphify_memory = memory  # type: ignore[attr-defined]
         self.tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -128,6 +126,22 @@ class CudaLoan:
         """Make every later use raise, views and detached copies included."""
         text = f"a static output that {STALE}"
         torch._C._set_storage_data_ptr_access_error_msg(self.storage._cdata, text)
+
+
+def _alias_of(memory: torch.UntypedStorage) -> Any:
+    """A storage on the same addresses that owns nothing."""
+    return torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes())
+
+
+def _unowned(tensor: Tensor, pool: CudaPool, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    memory = tensor.untyped_storage()
+    if memory._cdata not in storages:
+        storages[memory._cdata] = _alias_of(memory)
+        storages[memory._cdata]._graphify_pool = pool  # type: ignore[attr-defined]
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        same = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        same.set_(storages[memory._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+    return with_bits(same, tensor)
 
 
 def _take_nothing(sources: Sequence[Tensor]) -> None:
@@ -276,6 +290,11 @@ class CudaBackend:
         if not (recording.nodes or copies or results):
             return Replay(_take_nothing, tuple)
         return replay_with_copies(recording.graph, copies, results)
+
+    def let_go(self, tensors: Sequence[Tensor], pool: CudaPool) -> list[Tensor]:
+        """Tensors on the same addresses, which keep the pool but not the blocks in it."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        return [_unowned(tensor, pool, storages) for tensor in tensors]
 
     def lend(self, tensor: Tensor) -> CudaLoan:
         """An alias with a storage of its own, which raises once closed."""

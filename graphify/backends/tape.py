@@ -200,6 +200,10 @@ class TapeBackend:
         """A `copy_` or a foreach copy per dtype, the replay, a clone each."""
         return copying(recording, copies, results)
 
+    def let_go(self, tensors: Sequence[Tensor], pool: Any) -> list[Tensor]:
+        """The tensors themselves: the recording holds its memory for as long as it lives."""
+        return list(tensors)
+
     def lend(self, tensor: Tensor) -> SpoiledLoan:
         """A copy that closing fills with NaN."""
         return SpoiledLoan(tensor)
