@@ -105,7 +105,7 @@ class CudaLoan:
         memory = tensor.untyped_storage()
         self.storage = _alias_of(memory)
         # The lent storage owns nothing: it must keep the graph's memory for as long as anybody holds it.
-        self.storage._graphify_memory = memory  # type: ignore[attr-defined]
+        self.storage._graphify_memory = memory
         self.tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.tensor.set_(self.storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         self._alone = self._holders()
