@@ -215,6 +215,8 @@ class TensorFacts:
         if not self.same_as(tensor):
             if self.alias is not None:
                 tensor.data = self.alias
+            if not tensor.is_leaf and not self.grad and not tensor._is_view():
+                tensor.detach_()  # a history that the run gave it
             tensor.requires_grad_(self.grad)
 
 

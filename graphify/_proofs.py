@@ -64,11 +64,19 @@ class _Run(NamedTuple):
     tree: Tree
     tokens: tuple[Any, ...]
     results: list[Tensor]
-    state: dict[str, Tensor]
+    memory: dict[str, Tensor]
+    """Whole storages from outside that it wrote."""
+    python: dict[str, Tensor]
+    """Attributes and gradients that it bound."""
     arguments: list[Tensor]
     grads: dict[str, Tensor]
     watch: Watch
     skipped: list[Tensor]
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """All that it left outside."""
+        return self.memory | self.python
 
 
 def prove(
@@ -154,8 +162,8 @@ class _Prover:
 
     def check_rows_left(self, exact: _Run, padded: _Run) -> None:
         """Raise where an attribute would have the rows of a bucket, also where nothing else can be compared."""
-        for name in exact.state.keys() & padded.state.keys() if self.state else ():
-            here, there = tuple(padded.state[name].shape), tuple(exact.state[name].shape)
+        for name in exact.python.keys() & padded.python.keys() if self.state else ():
+            here, there = tuple(padded.python[name].shape), tuple(exact.python[name].shape)
             if here != there:
                 what = f"{name} depends on the padding: {here} padded, {there} at its exact size"
                 raise self._error(what, _SIZE)
@@ -171,8 +179,8 @@ class _Prover:
         if not self.state or not written or exact.watch.backward:
             return
         stir = list(written.values())
-        live = self._run(self._copies(self.call.tensors), lambda r, w, t: r, stir).state
-        found = self.padded(fills, stir).state
+        live = self._run(self._copies(self.call.tensors), lambda r, o, t: r, stir).memory
+        found = self.padded(fills, stir).memory
         for name in live.keys() & found.keys():
             start = _stirred(live[name])
             alone = (live[name] == start) & (found[name] != start)
@@ -265,14 +273,14 @@ class _Prover:
         assert found is not None, "a value has the structure that was read off it"
         names = {family_key(t): f"`{place.name}`" for place, t in survey.tensors()}
         live = cut(list(found[0]), names.keys() | watch.outside.keys(), call.tensors)
-        state = _written(watch, log.skipped, names) | self._rebound(survey, call)
+        memory, python = _written(watch, log.skipped, names), self._rebound(survey, call)
         grads = {} if watch.backward else self._gradients(live, watch.outside, call, names)
         arguments = [
             torch.empty(0) if id(t) in self._lent else self.fit.lives(i, t.detach()).clone()
             for i, t in enumerate(call.tensors)
         ]
         results = [t.detach().clone() for t in live]
-        return _Run(tree, found[1], results, state, arguments, grads, watch, log.skipped)
+        return _Run(tree, found[1], results, memory, python, arguments, grads, watch, log.skipped)
 
     def _rebound(self, survey: Survey, call: Call) -> dict[str, Tensor]:
         """The tensors that the run left in Python's hands: attributes, and gradients of parameters."""
@@ -298,8 +306,15 @@ class _Prover:
             if tensor.requires_grad:
                 found[names.get(key, f"a tensor {tuple(tensor.shape)} from outside")] = (-1, tensor)
         wanted, weights = [t for _, t in found.values()], [_weights(r) for r in graded]
-        with unhooked(wanted):
-            grads: Sequence[Tensor | None] = torch.autograd.grad(graded, wanted, weights, allow_unused=True)
+        try:
+            with unhooked(wanted):
+                grads: Sequence[Tensor | None] = torch.autograd.grad(
+                    graded, wanted, weights, allow_unused=True
+                )
+        except RuntimeError as error:
+            if self.life.setting.backend.is_oom(error):
+                raise
+            return {}  # a backward that raises has no gradients to compare, and eager's raises when it comes
         return {
             f"the gradient of {name}": self.fit.lives(leaf, g).clone()
             for (name, (leaf, _)), g in zip(found.items(), grads, strict=True)

@@ -15,7 +15,7 @@ from checks import counts, equal
 from torch import Tensor, nn
 from training import Wrap, grads, same
 
-from graphify import GraphifyWarning, PaddingError, graphify
+from graphify import CaptureError, GraphifyWarning, PaddingError, graphify
 
 SIZES = (3, 3, 3, 4, 1, 1, 2, 5, 5, 8, 6, 7, 3, 2, 8, 1)
 
@@ -347,3 +347,69 @@ def test_a_whole_step_with_a_mean_is_refused_or_runs_eagerly(backend: str, devic
             equal(plain(x, y), step(x, y))
             equal(dict(nets[0].state_dict()), dict(nets[1].state_dict()))
     assert step.stats().reasons["padding"] == 5
+
+
+# ---------------------------------------------------------------- what random programs found
+
+
+def test_a_backward_that_eager_refuses_is_no_matter_of_the_proof(backend: str, device: torch.device) -> None:
+    """An argument that is written after it was saved: the forward is right, and only a backward raises."""
+    weight = whole(3, 3, device=device, grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        y = x @ weight
+        x.zero_()
+        return y
+
+    graphed = graphify(step, backend=backend, **ROWS)
+    x = whole(3, 3, device=device)
+    expected = (x @ weight).detach()
+
+    out = graphed(x)
+
+    assert torch.equal(out, expected)
+    assert not x.any()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_gradients_beside_written_state(backend: str, device: torch.device) -> None:
+    """A call without gradients after one with them, of a function that writes outside memory."""
+
+    def scenario(wrap: Wrap) -> Iterator[Any]:
+        net, buffer, ones = Net(device), torch.zeros(3, device=device), torch.ones(3, device=device)
+
+        def step(x: Tensor) -> Tensor:
+            buffer.copy_(ones)
+            out: Tensor = net(x)
+            return out
+
+        graphed = wrap(step)
+        for index, n in enumerate((2, 2, 3, 3, 3, 4, 2)):
+            x = whole(n, 3, device=device)
+            with torch.set_grad_enabled(index % 2 == 0):
+                out = graphed(x)
+            yield out
+            if out.requires_grad:
+                out.sum().backward()
+            yield buffer, grads(net)
+
+    same(scenario, backend, buckets=[8])
+
+
+def test_outside_memory_that_gets_a_history(backend: str, device: torch.device) -> None:
+    """The proof takes the history back; the first call stands, as eager's does, and the next is refused."""
+    weight, table = whole(3, 3, device=device, grad=True), torch.zeros(3, 3, device=device)
+
+    def step(x: Tensor) -> Tensor:
+        table.add_(weight * 2)
+        return x @ weight
+
+    graphed = graphify(step, check_padding="outputs", backend=backend, **ROWS)
+    x = whole(3, 3, device=device)
+
+    assert torch.equal(graphed(x), x @ weight)
+    assert torch.equal(table, weight * 2)
+    with pytest.raises(CaptureError, match="table"):
+        graphed(x)
+    assert torch.equal(table, weight * 2)
