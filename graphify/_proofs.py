@@ -33,6 +33,8 @@ __all__ = ["Proof", "prove"]
 _FIX = "mask the padded rows, give `pad=` a value that they ignore, or take this dimension out of `buckets`"
 _SIZE = "padding adds rows: a size that is used as a number is the bucket's, and each padded row takes part"
 _ROWS = "each padded row is written where its index says, as a live one is"
+_COPY = "a bucket has a copy of the argument, which the next call fills"
+_CLONE = "leave a clone, return it, or take this dimension out of `buckets`"
 _SCRATCH = (
     "give `pad=` an index that nothing is written at, or, for a row that nobody reads,"
     ' write check_padding="outputs"'
@@ -285,6 +287,12 @@ class _Prover:
     def _rebound(self, survey: Survey, call: Call) -> dict[str, Tensor]:
         """The tensors that the run left in Python's hands: attributes, and gradients of parameters."""
         changes = survey.changes(self.life.survey(call))
+        dims = self.fit.dims()
+        mine = {family_key(t): call.tree.tensor_paths[i] for i, t in enumerate(call.tensors) if i in dims}
+        for change in changes if self.state else ():
+            path = mine.get(family_key(change.after)) if isinstance(change.after, Tensor) else None
+            if path is not None:
+                raise self._error(f"`{change.place.name}` is left as memory of `{path}`", _COPY, _CLONE)
         left = {f"`{c.place.name}`": c.after for c in changes if isinstance(c.after, Tensor)}
         for place, leaf in survey.tensors():
             if leaf.is_leaf and leaf.requires_grad and leaf.grad is not None:

@@ -214,7 +214,7 @@ class TestLimits:
 
         def work() -> bool:
             with torch.no_grad():
-                return all([torch.equal(step(x), x * 2 + 1) for x in inputs])
+                return all(torch.equal(step(x), x * 2 + 1) for x in inputs)
 
         assert together(4, work) == [True] * 4
         stats = step.stats()

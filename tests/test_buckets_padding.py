@@ -418,11 +418,28 @@ def test_rows_left_in_an_attribute_are_refused_beside_random_numbers(
         last: Any = None
 
         def forward(self, x: Tensor) -> Tensor:
-            self.last = x
+            self.last = x * 2
             return nn.functional.dropout(x, 0.5)
 
     with pytest.raises(PaddingError, match=r"`self.last` depends on the padding: \(4, 3\) padded, \(3, 3\)"):
         graphify(Drops(), backend=backend, **ROWS)(torch.randn(3, 3, device=device))
+
+
+def test_an_argument_left_in_an_attribute_is_refused(backend: str, device: torch.device) -> None:
+    """A row of the caller's tensor is none of the bucket's copy, whatever its shape."""
+
+    class Keeps(nn.Module):
+        last: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x[:1]
+            return x * 2
+
+    made = graphify(Keeps(), backend=backend, **ROWS)
+
+    with pytest.raises(PaddingError, match="`self.last` is left as memory of `x`"):
+        made(torch.randn(3, 3, device=device))
+    assert made.last is None
 
 
 # ---------------------------------------------------------------- sizes that no bucket holds, arguments that cannot be padded
