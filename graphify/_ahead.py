@@ -73,7 +73,7 @@ def capture_all(
 ) -> CapturedBuckets:
     """Record the graphs of these buckets from one example, in this order."""
     call, made = Call(table.tree, values, tensors), []
-    with life.setting.pool.lock, _frozen():
+    with life.setting.pool.lock, _uncollected():
         for full in _shown(grid, life.setting.name, progress):
             started = time.perf_counter()
             entry = sizes.rehearse(sizes.at(table, key, tensors, full), call)
@@ -122,17 +122,14 @@ def static_input(life: Life, name: str) -> Tensor:
 
 
 @contextmanager
-def _frozen() -> Iterator[None]:
-    """Keep the garbage collector from walking all that is alive once per capture."""
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+def _uncollected() -> Iterator[None]:
+    """Collect garbage once, and not in the middle of captures: it would walk all that is alive each time."""
+    enabled = gc.isenabled()
     gc.collect()
     gc.disable()
-    gc.freeze()
     try:
         yield
     finally:
-        if not frozen:  # else the user's own frozen objects would thaw, too
-            gc.unfreeze()
         if enabled:
             gc.enable()
 

@@ -49,7 +49,7 @@ class Sized(Entry):
 
     def __init__(self, table: Table, key: Any, fit: Fit, fills: Sequence[tuple[Any, bool]]) -> None:
         super().__init__(table.tree, key, None)
-        self.table, self.fit, self.choices = table, fit, fills
+        self.fit, self.choices = fit, fills
         self.fills = [fill for fill, _ in fills]
 
     def follow(self, bucket: Entry, graph: Any) -> None:
@@ -243,8 +243,9 @@ class Sizes:
         return "the example fills it: the first call that is padded proves it"
 
     def _bucket(self, entry: Sized, padded: tuple[Tensor, ...], call: Call) -> Entry:
-        key = (entry.key[0], entry.key[1], entry.table.specs(padded), overlap(padded))
-        bucket = self.life.find(entry.table, key, padded, call.tree.rebuild(padded, call.consts))
+        table = self.life.tables[entry.tree.spec]  # not the entry's own, which would be a reference cycle
+        key = (entry.key[0], entry.key[1], table.specs(padded), overlap(padded))
+        bucket = self.life.find(table, key, padded, call.tree.rebuild(padded, call.consts))
         bucket.capacity = self._capacity(entry, call.tensors)
         return bucket
 
@@ -316,7 +317,7 @@ class Sizes:
         self._unsafe.add(family)
         self._laid.pop(family, None)
         self._axes.pop(family, None)
-        entry.table.forget_sizes()
+        self.life.tables[entry.tree.spec].forget_sizes()
         return Refusal("padding", advice=f'its sizes vary, and `buckets="auto"` cannot pad them: {error}')
 
     def _share(self, entry: Sized, bucket: Entry) -> None:

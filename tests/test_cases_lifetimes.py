@@ -213,6 +213,9 @@ KINDS: dict[str, Callable[[str], Any]] = {
     "module": lambda backend: graphify(nn.Linear(3, 3), backend=backend),
     "object": lambda backend: graphify(Adder(), backend=backend),
     "static": lambda backend: graphify(lambda x: x + 1, backend=backend, outputs="static"),
+    "buckets": lambda backend: graphify(lambda x: x + 1, backend=backend, buckets=[2, 4]),
+    "auto": lambda backend: graphify(lambda x: x + 1, backend=backend, buckets="auto"),
+    "verify": lambda backend: graphify(lambda x: x + 1, backend=backend, verify=1),
 }
 
 
@@ -404,7 +407,7 @@ def test_b84_workspaces_do_not_grow_with_captures():
     sizes = []
     with torch.no_grad():
         for n in range(1, 21):
-            for _ in range(2):
+            for _ in range(3):
                 graphed(torch.randn(n, 64, device="cuda"))
             torch.cuda.synchronize()
             sizes.append(torch.cuda.memory_allocated())

@@ -38,7 +38,8 @@ class Growth:
         now = self._now()
         grown = {name: now[name] - self.before[name] for name in now}
         assert grown["allocated"] <= 0, grown
-        assert grown["used on the device"] <= 4 * MIB, grown
+        if LONG:  # run alone: other processes use the device, too
+            assert grown["used on the device"] <= 4 * MIB, grown
         assert grown["objects"] <= objects, grown
         assert grown["host"] <= host, grown
 
