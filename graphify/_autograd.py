@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._ambient import keeps_graph
 from ._backwards import Backward, ordering, record_backward
-from ._ends import Group, Wanted
+from ._ends import Group, Wanted, ways_between
 from ._gate import Gate
 from ._graph import Graph, Setting
 from ._layout import family_key
@@ -27,6 +27,8 @@ from .errors import CaptureError, GraphifyError
 __all__ = ["Instance", "Patterns"]
 
 Grads = Sequence[Tensor | None]
+_FEW = 8
+"""Where results have groups of ends: more leaves than it takes time to go through a gate."""
 
 
 class Patterns:
@@ -71,6 +73,7 @@ class Instance:
         self.wanted = Wanted([], [], [], [], [], [], [])
         self.joined = True
         self.groups: dict[int, Group] = {}
+        self.ways: dict[int, list[int]] = {}
         self._attached = 0
         self._gates: dict[int, Gate] = {}
         self.drew = False
@@ -92,8 +95,9 @@ class Instance:
         # Only with torch's word on `retain_graph` can nodes of their own tell what eager would allow.
         self.joined = wants.joined or keeps_graph is None
         self.groups = {0: wants.whole} if self.joined else wants.groups()
+        self.ways = {} if self.joined else ways_between(self.groups, len(primaries))
         for reach, group in self.groups.items():
-            if group.leaves:
+            if len(group.leaves) > (0 if self.joined else _FEW):
                 self._gates[reach] = self._shared_gate([wants.leaves[i] for i in group.leaves])
 
     def _shared_gate(self, leaves: list[Tensor]) -> Gate:
@@ -165,7 +169,7 @@ class Instance:
         if not given or not wants.edges:
             nothing: list[Tensor | None] = [None] * len(wants.leaves)
             return [None] * (len(wants.arguments) + len(wants.others)), Pulled(
-                nothing, lambda: nothing, _nobody
+                nothing, lambda places: [None] * len(places), _nobody
             )
         key = (tuple(g is None for g in grads), *_kind(given))
         with self.setting.pool.lock:
@@ -258,7 +262,7 @@ class Instance:
         taken = mine[at : at + len(leaves)]
         fitting = [*map(fitted, taken, leaves)]
         return [*mine[:at], *mine[at + len(leaves) :]], Pulled(
-            fitting, lambda: taken, ordering(self.setting, self.memory)
+            fitting, lambda places: [taken[i] for i in places], ordering(self.setting, self.memory)
         )
 
     def run(self, grads: Sequence[Any], given: Sequence[Tensor]) -> Grads:

@@ -153,11 +153,16 @@ class _BackwardRecorder:
         graph.mutated = [(i, t) for i, t in enumerate(statics) if family_key(t) in self.watch.written]
         graph.kept = list(self.watch.outside.values())
         taken = found[at:end]
-        leaves = _Copies(taken, statics)
+        copies: dict[tuple[int, ...], _Copies] = {}
         order = ordering(self.setting, graph.memory)
 
         def pulled(given: tuple[Tensor, ...]) -> Pulled:
-            return Pulled(fitting, lambda: leaves.make(given, [t.clone() for t in leaves.plan.copied]), order)
+            def give(places: tuple[int, ...]) -> Sequence[Tensor | None]:
+                if places not in copies:
+                    copies[places] = _Copies([taken[i] for i in places], statics)
+                return copies[places].make(given, [t.clone() for t in copies[places].plan.copied])
+
+            return Pulled(fitting, give, order)
 
         return Backward(graph, pulled)
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ._gate import gated
 from ._layout import family_key
 
-__all__ = ["Ends", "Group", "Wanted"]
+__all__ = ["Ends", "Group", "Wanted", "ways_between"]
 
 
 class Group(NamedTuple):
@@ -74,7 +74,18 @@ class Wanted(NamedTuple):
                 group.leaves.append(i - at)
             else:
                 group.others.append(i - end)
-        return dict(found)
+        # Those that most results come from are first: the others lead to them.
+        return dict(sorted(found.items(), key=lambda item: -item[0].bit_count()))
+
+
+def ways_between(reaches: Iterable[int], results: int) -> dict[int, list[int]]:
+    """From each set of results, single ones included, to those next larger: what one comes to, the larger does."""
+    known = [*reaches]
+    ways = {}
+    for start in {*known, *(1 << number for number in range(results))}:
+        above = [reach for reach in known if reach & start == start and reach != start]
+        ways[start] = [a for a in above if not any(b & a == b and b != a for b in above)]
+    return ways
 
 
 class _End(NamedTuple):

@@ -49,7 +49,9 @@ def steps(lifted: Lifted | None = None) -> Iterator[list[Optimizer]]:
 
     def here() -> bool:
         """A device's backward runs its hooks on a thread of its own, below the modes of the thread that asked for it."""
-        return threading.get_ident() == thread or (bool(modes) and any(m is modes[-1] for m in dispatch_modes()))
+        return threading.get_ident() == thread or (
+            bool(modes) and any(m is modes[-1] for m in dispatch_modes())
+        )
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not here():

@@ -12,23 +12,36 @@ from torch import Tensor
 from ._ambient import current_backward
 from ._layout import is_dense
 
-__all__ = ["Pulled", "copies_of", "fitted", "summed"]
+__all__ = ["Give", "Pulled", "copies_of", "fitted", "summed"]
 
 Grads = Sequence[Tensor | None]
+Give = Callable[[tuple[int, ...]], Grads]
 
 
 class Pulled:
     """The gradients of leaves that one backward made.
 
-    `fitting` has them in the layout that `.grad` has by autograd's rule, where the recording has them;
-    `hand_out` makes copies of the caller's own, exactly as eager would give them. `order` makes this thread's work
-    wait for the recording's, and the recording's next for this thread's.
+    `fitting` has them in the layout that `.grad` has by autograd's rule, where the recording has them; `give` makes
+    copies of the caller's own, of those at some places, exactly as eager would give them. `order` makes this thread's
+    work wait for the recording's, and the recording's next for this thread's.
     """
 
-    def __init__(self, fitting: Grads, hand_out: Callable[[], Grads], order: Callable[[], None]) -> None:
-        self.fitting, self.hand_out, self.order = fitting, hand_out, order
+    def __init__(self, fitting: Grads, give: Give, order: Callable[[], None]) -> None:
+        self.fitting, self.order = fitting, order
+        self._give, self._places, self._parts = give, tuple(range(len(fitting))), list[Pulled]()
         self._task = -1
         self._end: Callable[[], Any] = _over
+
+    def hand_out(self) -> Grads:
+        """Copies of the caller's own."""
+        return self._give(self._places)
+
+    def some(self, places: Sequence[int]) -> Pulled:
+        """Those at these places."""
+        part = Pulled([self.fitting[i] for i in places], lambda places: self._give(places), self.order)
+        part._places = tuple(places)
+        self._parts.append(part)
+        return part
 
     def lend(self, end: Callable[[], None]) -> None:
         """They are needed where they are until this is called, or let go of, at the end of the running backward."""
@@ -51,7 +64,16 @@ class Pulled:
     def keep(self) -> None:
         """The recording is about to write there again: what is still needed is needed as a copy."""
         if self._end() is not None:
-            self.fitting, self._end = self.copies(), _over
+            self.copy()
+
+    def copy(self) -> None:
+        """Be independent of the recording from now on."""
+        given = self.hand_out() if self._parts else ()
+        self.fitting, self._end = self.copies(), _over
+        if self._parts:
+            self._give = lambda places: [given[i] for i in places]
+        for part in self._parts:
+            part.fitting, part._end = [self.fitting[i] for i in part._places], _over
 
     def leave(self) -> None:
         """Nobody needs them any more."""

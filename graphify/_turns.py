@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ._ambient import current_backward, keeps_graph
+from ._arrivals import at_end
 from ._ends import Group, Wanted
 from ._gate import Gate, leave, let_go
 from ._pulled import Pulled, fitted, summed
@@ -40,7 +42,9 @@ class Source(Protocol):
     joined: bool
     """Whether all results have one node."""
     groups: dict[int, Group]
-    """All ends are that of 0 where the results have one node."""
+    """All ends are that of 0 where the results have one node; the others are in an order in which they can be made."""
+    ways: dict[int, list[int]]
+    """From the results of a group, or a single one, to the groups that these are a part of."""
 
     def gate_of(self, reach: int) -> Gate | None:
         """The gate in front of a group's leaves, where this call may use it."""
@@ -94,14 +98,15 @@ class Turn:
             gate = source.gate_of(0)
             made: Sequence[Tensor] = _join(self, parts, gate, *self._inputs(sources, gate, source.groups[0]))
             return made
-        tokens = {}
+        tokens: dict[int, Tensor] = {}
         for reach, group in source.groups.items():
-            gate = source.gate_of(reach)
-            tokens[reach] = _end(self, reach, gate, *self._inputs(sources, gate, group))
+            gate, further = source.gate_of(reach), [tokens[way] for way in source.ways[reach]]
+            tokens[reach] = _end(self, reach, gate, *self._inputs(sources, gate, group), *further)
         tied = []
         for number, part in enumerate(parts):
-            mine = [token for reach, token in tokens.items() if reach >> number & 1]
-            tied.append(_result(self, number, (part,), *(mine or [self._nothing()])))
+            alone = 1 << number
+            ways = [alone] if alone in tokens else source.ways[alone]
+            tied.append(_result(self, number, (part,), *([tokens[way] for way in ways] or [self._nothing()])))
         return tied
 
     def _inputs(self, sources: Sequence[Tensor], gate: Gate | None, group: Group) -> list[Tensor]:
@@ -171,20 +176,34 @@ class Turn:
         if task.waiting:
             given = [g if i in task.waiting else None for i, g in enumerate(task.given)]
             found, pulled = self.source.pull(self, given)
-            # What is the recording's own may be overwritten before the last of the groups is come to.
-            leaves = pulled.hand_out()
-            made = (found, Pulled(leaves, lambda: leaves, pulled.order))
-            task.found = made if task.found is None else _added(task.found, made)
+            self._lend(pulled)
+            task.found = (found, pulled) if task.found is None else self._added(task.found, (found, pulled))
             task.waiting.clear()
         assert task.found is not None
         return self._chosen(task.found, self.source.groups[reach])
 
+    def _lend(self, pulled: Pulled) -> None:
+        """What is the recording's own stays so until the last of the groups was come to, as far as one can tell."""
+        if at_end is None:
+            pulled.copy()
+            return
+        end = partial(Pulled.leave, pulled)
+        at_end(end)
+        pulled.lend(end)
+
+    def _added(self, first: Found, second: Found) -> Found:
+        """The sum of two parts of one backward."""
+        (grads, pulled), (more_grads, more) = first, second
+        leaves = summed([pulled.hand_out(), more.hand_out()])
+        fitting = [*map(fitted, leaves, self.source.wanted.leaves)]
+        return summed([grads, more_grads]), Pulled(
+            fitting, lambda places: [leaves[i] for i in places], pulled.order
+        )
+
     def _chosen(self, found: Found, group: Group) -> Found:
-        wants, (grads, pulled) = self.source.wanted, found
-        leaves = [pulled.fitting[i] for i in group.leaves]
-        fitting = [fitted(grad, wants.leaves[i]) for grad, i in zip(leaves, group.leaves, strict=True)]
-        others = [grads[len(wants.arguments) + i] for i in group.others]
-        return [*(grads[i] for i in group.arguments), *others], Pulled(fitting, lambda: leaves, pulled.order)
+        arguments, (grads, pulled) = len(self.source.wanted.arguments), found
+        others = [grads[arguments + i] for i in group.others]
+        return [*(grads[i] for i in group.arguments), *others], pulled.some(group.leaves)
 
     def _check(self, numbers: list[int], gone: int) -> None:
         wants = self.source.wanted
@@ -194,13 +213,6 @@ class Turn:
                 wants.custom[number] & gone and not self.source.holds(self)
             ):
                 raise RuntimeError(_TWICE)
-
-
-def _added(first: Found, second: Found) -> Found:
-    """The sum of two parts of one backward."""
-    (grads, pulled), (more_grads, more) = first, second
-    leaves = summed([pulled.fitting, more.fitting])
-    return summed([grads, more_grads]), Pulled(leaves, lambda: leaves, pulled.order)
 
 
 def _joined(ctx: Any, found: Found, places: int) -> Sequence[Tensor | None]:
@@ -257,7 +269,7 @@ class _Ends(torch.autograd.Function):
         _refuse_graph(turn)
         made = _joined(ctx, turn.part(reach), len(turn.source.groups[reach].arguments))
         leave(ctx)
-        return None, None, None, *made
+        return None, None, None, *made, *[turn.source.zero] * len(turn.source.ways[reach])
 
 
 class _Result(torch.autograd.Function):

@@ -257,3 +257,40 @@ def test_views_of_one_another(backend, device, kind):
             yield results, w.grad
 
     replayed(same(train, backend))
+
+
+class Deep(nn.Module):
+    """A body and two heads, each of enough parameters for a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = (
+            nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(3, 3), nn.Tanh())))
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.body(x)
+        return y, self.a(y), self.b(y), self.b(x)
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_groups_of_many_parameters(backend, device, kept, again):
+    """Heads and body, together and alone, with `.grad` there or not, and with a call in the middle of a backward."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        net = wrap(Deep().to(device))
+        for i in range(12):
+            x, z = (torch.randn(2, 3, device=device, requires_grad=True) for _ in range(2))
+            if again and i > 3:
+                x.register_hook(lambda grad, z=z: seen.append(net(z)[1].detach()))
+            seen: list[Tensor] = []
+            results = net(x)
+            picked = [[results[1]], [results[2], results[0]], results, [results[3]]][i % 4]
+            sum(r.square().sum() for r in picked).backward()
+            yield seen, x.grad, [None if g is None else g.clone() for g in grads(net)]
+            if not kept:
+                clear(net)
+
+    replayed(same(train, backend))
