@@ -181,11 +181,11 @@ class Instance:
             found, self._lent = self._replayed(known.backward, given), known.backward.pulled(given)
             return found, self._lent
 
-    def _replayed(self, backward: Backward, given: tuple[Tensor, ...]) -> Grads:
+    def _replayed(self, backward: Backward, given: tuple[Tensor, ...], *, staged: bool = False) -> Grads:
         """The gradients of a replay; where there was no memory for them, once more with all else let go."""
         pool = self.setting.pool
         try:
-            grads: Grads = backward.graph(given, ())
+            grads: Grads = backward.graph(given, (), staged)
         except BaseException as error:
             if error is not pool.short:
                 raise
@@ -193,7 +193,7 @@ class Instance:
         else:
             return grads
         self.patterns.make_way()
-        again: Grads = backward.graph(given, ())
+        again: Grads = backward.graph(given, (), staged)
         return again
 
     def reclaim(self) -> None:
@@ -236,7 +236,7 @@ class Instance:
                 self._backwards[key] = self._known(backward)
                 patterns.recorded()
                 ran = backward.graph.recording.ran
-                found, self._lent = backward.graph(given, (), staged=ran), backward.pulled(given)
+                found, self._lent = self._replayed(backward, given, staged=ran), backward.pulled(given)
                 return found, self._lent
         if self.drew and backend.nodes_have_streams:
             raise error  # a random operator's backward looks on the device for what a live one has on the host

@@ -118,7 +118,9 @@ class Graph:
 
     def __init__(self, setting: Setting, recording: Recording, memory: Any) -> None:
         self.recording, self.memory, self.pool = recording, memory, setting.pool
-        self.order, self._is_oom = setting.backend.order, setting.backend.is_oom
+        self.order = setting.backend.order
+        # A replay that is a run may find no memory anywhere in it.
+        self._is_oom = _never if setting.backend.runs_live else setting.backend.is_oom
         self.stage: Callable[[Sequence[Tensor]], None]
         self.fill: Callable[[Sequence[Tensor]], None] | None = None
         self.launch: Callable[[], Sequence[Tensor]]
@@ -153,7 +155,7 @@ class Graph:
             try:
                 fresh = self.launch()
             except BaseException as error:
-                self._note_short(error, staged)
+                self._note_short(error)
                 raise
             for index, static in self.mutated:
                 tensors[index].copy_(static)
@@ -193,10 +195,10 @@ class Graph:
         """The recordings of its backward."""
         return () if self.instance is None else self.instance.recordings()
 
-    def _note_short(self, error: BaseException, staged: bool) -> None:
-        """Backends make room for results before the work: without it, nothing happened, unless the recording run did."""
+    def _note_short(self, error: BaseException) -> None:
+        """Backends make room for results before the work: without it, nothing happened."""
         pool = self.pool
-        pool.short = None if error is pool.spent or staged or not self._is_oom(error) else error
+        pool.short = None if error is pool.spent or not self._is_oom(error) else error
         pool.spent = None
 
     def _stage(self, tensors: tuple[Tensor, ...]) -> None:
@@ -209,6 +211,10 @@ class Graph:
             if stale is None:
                 raise
             raise stale from None  # whose text holds the storage's own
+
+
+def _never(error: BaseException) -> bool:
+    return False
 
 
 def stale_input(error: RuntimeError) -> StaleOutputError | None:

@@ -27,7 +27,7 @@ from ._lifted import numbers_of
 from ._numbers import Numbers
 from ._optimizers import UnbuiltError, refusal_of, refused_code, steps
 from ._options import Options
-from ._record import NeedsGradError, has_gradients, record
+from ._record import NeedsGradError, Recorded, has_gradients, record
 from ._results import TangledError
 from ._signature import Signature, TensorSpec, explain, likeness, refusal, specs_of
 from ._specification import root_of
@@ -464,7 +464,7 @@ class Life:
     def _record(self, entry: Entry, call: Call) -> Any:
         again = False
         try:
-            self._make_graph(entry, call)
+            take_back = self._make_graph(entry, call)
         except NeedsGradError:
             again = True
         except TangledError:
@@ -484,9 +484,7 @@ class Life:
         if entry.graph is None:
             assert entry.refusal is not None
             return self.refuse(entry.refusal, call)
-        # A recording run that was real has read its inputs, and may have changed them.
-        result = entry.graph(call.tensors, call.values, staged=entry.graph.recording.ran)
-        entry.graph.replays = 0
+        result = self._replay_first(graphs_of(entry.graph)[0], call, take_back)
         self._verify_first(entry)
         self.counts["captures"] += 1
         return result
@@ -518,6 +516,29 @@ class Life:
         if isinstance(whole, Verified):
             whole.verifier.at_size(cut=cut).begin(made)
 
+    def _replay_first(self, graph: Graph, call: Call, take_back: Callable[[], None]) -> Any:
+        """Do the work of the call whose run was recorded; where that cannot begin, nothing has happened."""
+        launch, begun = graph.launch, []
+
+        def launched() -> Sequence[Tensor]:
+            fresh = launch()
+            begun.append(True)
+            return fresh
+
+        graph.launch = launched
+        try:
+            # A recording run that was real has read its inputs, and may have changed them.
+            result = graph(call.tensors, call.values, staged=graph.recording.ran)
+        except BaseException:
+            if not begun:
+                take_back()
+                graph.recording.ran = False
+            raise
+        finally:
+            graph.launch = launch
+        graph.replays = 0
+        return result
+
     def _once_more(self, entry: Entry, call: Call) -> Any:
         """The run did what no warm-up did before: this call is one more."""
         entry.built += 1
@@ -548,29 +569,27 @@ class Life:
         entry.wait = 2**entry.evictions - 2
         log.info("%s: recording failed with %r", self.setting.name, error)
 
-    def _make_graph(self, entry: Entry, call: Call, undo: UndoLog | None = None) -> None:
+    def _make_graph(self, entry: Entry, call: Call, undo: UndoLog | None = None) -> Callable[[], None]:
         """Record, and when memory runs out once more in a new pool."""
         try:
-            self._make_graph_here(entry, call, undo)
+            return self._make_graph_here(entry, call, undo)
         except Exception as error:
             if not self.setting.backend.is_oom(error):
                 raise
-        else:
-            return
         self.make_way()  # out here, where no traceback keeps what the run made
-        self._make_graph_here(entry, call, undo)
+        return self._make_graph_here(entry, call, undo)
 
-    def _make_graph_here(self, entry: Entry, call: Call, undo: UndoLog | None) -> None:
+    def _make_graph_here(self, entry: Entry, call: Call, undo: UndoLog | None) -> Callable[[], None]:
         self.make_room()
         if entry.whole:
             close_gates()
         with self.setting.backend.scope(entry.device_or_raise()):
             try:
-                graph, guard = self._recorded(entry, call, undo)
+                graph, guard, take_back = self._recorded(entry, call, undo)
             except CaptureError:
                 if not self._give_way(entry, call):
                     raise
-                graph, guard = self._recorded(entry, call, undo)
+                graph, guard, take_back = self._recorded(entry, call, undo)
         if graph.instance is None:
             entry.settle(graph, guard)
         else:
@@ -580,6 +599,7 @@ class Life:
         self.counts["recordings"] += 1
         nodes, seconds = graph.nodes, graph.seconds
         log.info("%s: recorded %s: %d nodes in %.3f s", self.setting.name, entry.label, nodes, seconds)
+        return take_back
 
     def _give_way(self, entry: Entry, call: Call) -> bool:
         """Whether something that was to be a tensor can be a value instead: the code reads it on the host."""
@@ -589,7 +609,7 @@ class Life:
             return True
         return self._numbers.give_up(entry.numbers)
 
-    def _recorded(self, entry: Entry, call: Call, undo: UndoLog | None) -> tuple[Graph, Guard]:
+    def _recorded(self, entry: Entry, call: Call, undo: UndoLog | None) -> Recorded:
         specs = [TensorSpec(*spec) for spec in self.tables[entry.tree.spec].specs(call.tensors)]
         numbers = self._numbers.lifted(entry.numbers) if entry.whole else None
         order = Order(
@@ -622,7 +642,7 @@ class Life:
             if isinstance(instances, Instances) and len(instances.graphs) < MOST and not self.sealed:
                 try:
                     with self.setting.backend.scope(entry.device_or_raise()):
-                        graph, _ = self._recorded(entry, call, None)
+                        graph, _, take_back = self._recorded(entry, call, None)
                 except Exception as error:
                     if not self.setting.backend.is_oom(error):
                         raise
@@ -632,7 +652,7 @@ class Life:
                     return self._record(entry, call)
                 instances.graphs.append(graph)
                 self.counts["recordings"] += 1
-                result = graph(call.tensors, call.values, staged=graph.recording.ran)
+                result = self._replay_first(graph, call, take_back)
                 self._verify(entry, graph)
                 self.counts["captures"] += 1
                 return result

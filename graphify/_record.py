@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -41,13 +41,21 @@ from ._whole_step import WholeStep, hooks_on
 from .backends.base import Recording
 from .errors import CaptureError
 
-__all__ = ["NeedsGradError", "has_gradients", "record"]
+__all__ = ["NeedsGradError", "Recorded", "has_gradients", "record"]
 
 _ONCE = "Python runs when a graph is recorded; a replay repeats device work only"
 
 
 class NeedsGradError(Exception):
     """The results of a run need gradients, which its warm-ups did not."""
+
+
+class Recorded(NamedTuple):
+    """A graph, what it takes for granted, and what undoes the run that was recorded while no replay has begun."""
+
+    graph: Graph
+    guard: Guard
+    take_back: Callable[[], None]
 
 
 def has_gradients(result: Any, given: Sequence[Tensor]) -> bool:
@@ -65,7 +73,7 @@ def record(
     known: Executed,
     generators: Sequence[torch.Generator],
     undo: UndoLog | None = None,
-) -> tuple[Graph, Guard]:
+) -> Recorded:
     """Record one call; its device work happens at the first replay. Call inside the backend's scope.
 
     `undo` notes what the recording run writes where that run is real; the caller then rolls it back.
@@ -144,7 +152,7 @@ class _Recorder:
             return []
         return [*(t for _, t in self.before.tensors() if t.requires_grad), *self.patterns.outside]
 
-    def graph(self, generators: Sequence[torch.Generator]) -> tuple[Graph, Guard]:
+    def graph(self, generators: Sequence[torch.Generator]) -> Recorded:
         """Capture, check, plan; undo what Python did when that fails."""
         backend, pool = self.setting.backend, self.setting.pool
         started = time.perf_counter()
@@ -161,21 +169,32 @@ class _Recorder:
             self._restore(recording, streams)
             raise
         graph.seconds = time.perf_counter() - started
+        take_back = self._taking_back(streams)
         # A backend that records the run itself keeps this recorder too, which must not keep the caller's objects.
         del self.before, self.call, self.host, self.roots
-        self.after = None
-        return graph, guard
+        self.after, self.undo = None, UndoLog()
+        return Recorded(graph, guard, take_back)
 
     def _restore(self, recording: Recording | None, streams: Any) -> None:
         if recording is not None:
             recording.close()
-        self.undo.rollback()
-        self.before.restore()
-        if self.step is not None:
-            self.step.restore()
-        self.host.restore()
-        if streams is not None:
-            self.setting.backend.set_rng_state(streams)
+        self._taking_back(streams)()
+
+    def _taking_back(self, streams: Any) -> Callable[[], None]:
+        """What puts back all that the run did in Python, and where the run is real in memory, too."""
+        undo, before, step, host = self.undo, self.before, self.step, self.host
+        backend = self.setting.backend
+
+        def take_back() -> None:
+            undo.rollback()
+            before.restore()
+            if step is not None:
+                step.restore()
+            host.restore()
+            if streams is not None:
+                backend.set_rng_state(streams)
+
+        return take_back
 
     def _capture(self, memory: Any, generators: Sequence[torch.Generator]) -> tuple[Recording, Any]:
         backend = self.setting.backend

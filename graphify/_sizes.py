@@ -265,10 +265,7 @@ class Sizes:
         def run(tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Any:
             return self.life.advance(bucket, Call(call.tree, values, tensors))
 
-        result = through_padding(run, entry.fit, ways, entry.fills, call)
-        if bucket.graph is not None:
-            self._fit(entry, bucket, ways)
-        return result
+        return through_padding(run, entry.fit, ways, entry.fills, call)
 
     def _fit(self, entry: Sized, bucket: Entry, ways: Sequence[Way] | None) -> None:
         """Give calls of this size the bucket's graph."""
