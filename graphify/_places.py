@@ -204,7 +204,7 @@ class TensorFacts:
         if tensor.requires_grad != self.grad:
             return False
         return alias is None or (
-            alias.data_ptr() == tensor.data_ptr()
+            _address(alias) == _address(tensor)
             and alias.shape == tensor.shape
             and alias.stride() == tensor.stride()
             and alias.dtype == tensor.dtype
@@ -218,6 +218,14 @@ class TensorFacts:
             if not tensor.is_leaf and not self.grad and not tensor._is_view():
                 tensor.detach_()  # a history that the run gave it
             tensor.requires_grad_(self.grad)
+
+
+def _address(tensor: Tensor) -> tuple[int, int | None]:
+    key = tensor.untyped_storage()._cdata
+    try:
+        return key, tensor.data_ptr()
+    except RuntimeError:  # a static output that a replay has closed
+        return key, None
 
 
 def nothing() -> None:
