@@ -38,7 +38,7 @@ from ._undo import UndoLog
 from ._verdicts import given_history, host_reads, other_place, replaced_argument
 from ._verify import Verified, Verifier
 from ._watch import Watch, watching
-from .errors import CaptureError, GraphifyWarning, InputError
+from .errors import CaptureError, GraphifyWarning, InputError, alone
 
 __all__ = ["Life"]
 
@@ -472,8 +472,9 @@ class Life:
         except UnbuiltError as error:
             again = entry.built < _RETRIES
             entry.refusal = None if again else Refusal("uncapturable", error)
+            alone(error)
         except CaptureError as error:
-            entry.refusal = Refusal("uncapturable", error)
+            entry.refusal = Refusal("uncapturable", alone(error))
         except Exception as error:
             self._note_failure(entry, error)
             if self.setting.backend.is_oom(error):
@@ -690,7 +691,7 @@ class Life:
         except TangledError:
             entry.refusal = _TANGLED
         except CaptureError as error:
-            entry.refusal = Refusal("uncapturable", error)
+            entry.refusal = Refusal("uncapturable", alone(error))
         if entry.graph is not None:
             entry.graph.recording.ran = False
             self._verify_first(entry)

@@ -23,7 +23,7 @@ from ._proofs import prove
 from ._signature import overlap
 from ._specification import Specification, specification
 from ._tree import tensors_of
-from .errors import CaptureError, InputError, PaddingError
+from .errors import CaptureError, InputError, PaddingError, alone
 
 __all__ = ["Sized", "Sizes", "sizes_wanted"]
 
@@ -298,11 +298,12 @@ class Sizes:
                 check=self.life.options.check_padding,
             )
         except PaddingError as error:
+            alone(error)
             bucket.refusal = (
                 self._give_up(entry, call, error) if self.wanted.auto else Refusal("padding", error)
             )
         except CaptureError as error:
-            bucket.refusal = Refusal("uncapturable", error)
+            bucket.refusal = Refusal("uncapturable", alone(error))
         else:
             self._share(entry, bucket)
 

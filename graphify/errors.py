@@ -13,6 +13,8 @@ UserWarning
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 __all__ = [
     "CaptureError",
     "GraphifyError",
@@ -21,6 +23,7 @@ __all__ = [
     "PaddingError",
     "StaleOutputError",
     "VerificationError",
+    "alone",
 ]
 
 
@@ -61,6 +64,22 @@ class VerificationError(GraphifyError):
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
         self.what, self.why, self.fix = what, why, fix
         super().__init__(_taught(what, why=why, write=fix))
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def alone(error: E) -> E:
+    """The error without the frames that it came through, and those of its causes.
+
+    A frame that holds the error it raised is a cycle with it: all that the run made, nodes of autograd among it,
+    would stay until the next garbage collection.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
 
 
 def _taught(what: str, **lines: str | None) -> str:
