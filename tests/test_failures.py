@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
@@ -15,7 +17,7 @@ from checks import counts
 from conftest import needs_cuda
 from torch import Tensor
 
-from graphify import CaptureError, graphify, handle
+from graphify import CaptureError, GraphifyWarning, graphify, handle
 
 ROUNDS = 20
 DEVICES = ["tape", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
@@ -474,3 +476,26 @@ def test_out_of_memory_of_the_graph_only() -> None:
     step.reset()
     assert reserved(device) <= before
     health.check_later()
+
+
+def test_a_refused_run_keeps_nothing_alive(backend, device):
+    """What a run made before it was refused is gone at once, without the garbage collector: errors keep no frames."""
+    made: list[weakref.ref[Tensor]] = []
+    note, box = made.append, types.SimpleNamespace(count=0)
+
+    def counting(x: Tensor) -> Tensor:
+        y = x * 2
+        note(weakref.ref(y))
+        box.count += 1
+        return y + 1
+
+    graphed = graphify(counting, backend=backend, fallback="eager")
+    gc.disable()
+    try:
+        with pytest.warns(GraphifyWarning, match=r"reads and re-binds `box\.count`"):
+            for _ in range(4):
+                graphed(torch.randn(3, device=device))
+        assert len(made) >= 4
+        assert all(reference() is None for reference in made)
+    finally:
+        gc.enable()
