@@ -152,9 +152,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def is_older(self, tensor: Tensor) -> bool:
-        """Whether a tensor has a history that was made before the run, on this thread."""
+        """Whether a tensor has a history that was made before the run."""
         node: Any = tensor.grad_fn
-        return node is not None and node._sequence_nr() < self._start
+        # A device's backward makes nodes on a thread of its own, which counts them by itself.
+        return node is not None and id(tensor) not in self.aliases and node._sequence_nr() < self._start
 
     def renewed(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         """Tensors from before the run that it gave a history, by writing into them with autograd."""
