@@ -24,7 +24,9 @@ else:
     }
     hypothesis.settings.register_profile("default", max_examples=500, derandomize=True, **common)
     hypothesis.settings.register_profile("quick", max_examples=50, derandomize=True, **common)
-    hypothesis.settings.register_profile("deep", max_examples=20_000, **common)
+    # For long runs by hand, in one process or split over several, each with a seed of its own.
+    examples = int(os.environ.get("DEEP_EXAMPLES", "20000"))
+    hypothesis.settings.register_profile("deep", max_examples=examples, **common)
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # The tensors of the tests are tiny: more threads only cost time.
