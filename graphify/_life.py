@@ -514,8 +514,9 @@ class Life:
 
     def verify_size(self, whole: Graph, made: Graph, *, cut: bool) -> None:
         """Verify a bucket's graph in calls of one size; `cut`: it is not the bucket's own size."""
-        if isinstance(whole, Verified):
-            whole.verifier.at_size(cut=cut).begin(made)
+        checked = self.options.check_padding
+        if isinstance(whole, Verified) and (checked or not cut):
+            whole.verifier.at_size(cut=cut, state=checked is True or not cut).begin(made)
 
     def _replay_first(self, graph: Graph, call: Call, take_back: Callable[[], None]) -> Any:
         """Do the work of the call whose run was recorded; where that cannot begin, nothing has happened."""

@@ -24,6 +24,7 @@ from .errors import InputError, VerificationError
 
 __all__ = ["Verified", "Verifier"]
 
+_ARGUMENT = "argument "
 _WORDS = ("replayed", "in eager")
 _ONCE = "Python runs when a graph is recorded; a replay repeats device work only"
 _KEEP = (
@@ -100,7 +101,7 @@ class Verifier:
         rounding: bool,
     ) -> None:
         self.setting, self.tree, self.device, self.executed = setting, tree, device, executed
-        self.generators, self.rounding, self.cut = generators, rounding, False
+        self.generators, self.rounding, self.cut, self.state = generators, rounding, False, True
         self.left = [times]
         # Only values: a survey would keep the very instance alive whose graphs die with it.
         survey = Survey([(setting.name, setting.target), *setting.optimizers], Executed(everything=True))
@@ -116,11 +117,14 @@ class Verifier:
             graph.__class__ = Verified
             graph.verifier = self  # type: ignore[attr-defined]
 
-    def at_size(self, *, cut: bool) -> Verifier:
-        """The same for calls of one size of a bucket; `cut`: eager runs at another size than the graph."""
+    def at_size(self, *, cut: bool, state: bool) -> Verifier:
+        """The same for calls of one size of a bucket; `cut`: eager runs at another size than the graph.
+
+        Without `state` only results and arguments are compared: padding may write the rest.
+        """
         made = object.__new__(Verifier)
         made.__dict__.update(self.__dict__)
-        made.cut, made.rounding = cut, self.rounding or cut
+        made.cut, made.rounding, made.state = cut, self.rounding or cut, state
         return made
 
     def replay(self, graph: Graph, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Any:
@@ -138,7 +142,7 @@ class Verifier:
             expected, watch = self._eager(graph, call)
             result, found, before = self._replayed(graph, call, watch)
             compared = not (self.cut and watch.drew)  # else the padded rows draw numbers, too
-            what = _difference(expected, found, rounding=self.rounding) if compared else None
+            what = self._difference(expected, found, rounding=self.rounding) if compared else None
             if what is not None:
                 del result
                 before.undo()
@@ -194,7 +198,7 @@ class Verifier:
     ) -> dict[str, Tensor]:
         """What a run may write where no dispatcher sees it; parameters, which are large, nobody writes so."""
         paths, tensors = call.tree.tensor_paths, call.tensors
-        held = [(f"argument `{path}`", t) for path, t in zip(paths, tensors, strict=True)]
+        held = [(f"{_ARGUMENT}`{path}`", t) for path, t in zip(paths, tensors, strict=True)]
         if call.lent and watch is not None:
             # A replay ends every loan: an argument may be one, which nobody may touch after.
             written = watch.written | {family_key(tensors[i]) for i, _ in graph.mutated}
@@ -204,7 +208,7 @@ class Verifier:
         held += [(f"a tensor {tuple(t.shape)} from outside", t) for t in graph.kept]
         found: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in held:
-            if isinstance(tensor, nn.Parameter) and not name.startswith("argument"):
+            if isinstance(tensor, nn.Parameter) and not name.startswith(_ARGUMENT):
                 continue
             if tensor.layout is torch.strided and not is_large(tensor):
                 found.setdefault(family_key(tensor), (name, tensor))
@@ -239,9 +243,9 @@ class Verifier:
     def _settled(self, graph: Graph, call: _Call, expected: _Left, found: _Left, what: str) -> Any:
         """The replay once more where eager itself differs by as much from run to run; else the error."""
         again, watch = self._eager(graph, call)
-        steady = _difference(expected, again, rounding=False) is None
-        near = steady or _difference(expected, again, rounding=True) is None
-        if not steady and near and _difference(expected, found, rounding=True) is None:
+        steady = self._difference(expected, again, rounding=False) is None
+        near = steady or self._difference(expected, again, rounding=True) is None
+        if not steady and near and self._difference(expected, found, rounding=True) is None:
             return self._replayed(graph, call, watch)[0]
         why, fix = self._cause(near=near) or self._cause_of_work(graph, call, found, watch)
         raise VerificationError(f"`{self.setting.name}`: {what}", why=why, fix=fix)
@@ -262,6 +266,20 @@ class Verifier:
             return f"{text} (a file, a clock, a counter in C)", "pass what it reads as an argument"
         return None
 
+    def _difference(self, expected: _Left, found: _Left, *, rounding: bool) -> str | None:
+        """The first thing that one run left otherwise than another."""
+        what = _unlike_results(expected, found, rounding=rounding)
+        if what is None:
+            memories = [left.memory for left in (expected, found)]
+            if not self.state:
+                memories = [
+                    {n: t for n, t in memory.items() if n.startswith(_ARGUMENT)} for memory in memories
+                ]
+            what = _unlike_all(*memories, rounding=rounding)
+        return (
+            what if what is not None or not self.state else _unlike_state(expected, found, rounding=rounding)
+        )
+
     def _changed(self) -> Iterator[_Kept]:
         for place, before in self._places:
             now = place.read()
@@ -277,7 +295,7 @@ class Verifier:
         _, again, before = self._replayed(graph, call, watch)
         before.undo()
         graph.replays -= 1
-        if _difference(found, again, rounding=True) is not None:
+        if self._difference(found, again, rounding=True) is not None:
             return _UNORDERED
         return _UNRECORDED
 
@@ -314,12 +332,9 @@ def _whole(tensor: Tensor) -> Tensor:
 # -- comparing
 
 
-def _difference(expected: _Left, found: _Left, *, rounding: bool) -> str | None:
-    """The first thing that one run left otherwise than another."""
+def _unlike_state(expected: _Left, found: _Left, *, rounding: bool) -> str | None:
     return (
-        _unlike_results(expected, found, rounding=rounding)
-        or _unlike_all(expected.memory, found.memory, rounding=rounding)
-        or _unlike_all(expected.python, found.python, rounding=rounding)
+        _unlike_all(expected.python, found.python, rounding=rounding)
         or _unlike_all(expected.grads, found.grads, rounding=rounding)
         or _unlike_streams(expected, found)
     )
