@@ -142,7 +142,7 @@ class _Check:
         with (
             disabled(),
             self.backend.scope(self.device, aside=not torch.is_grad_enabled()),
-            trial(self.backend, self.device, everything, limit=None) as log,
+            trial(self.backend, self.device, everything, large=True) as log,
         ):
             forms = [*map(_form, self.named)]
             first, stepped, _ = self._run(Watch(self.device, given=self._given(), undo=log))

@@ -123,6 +123,33 @@ class Learner:
             return True
         return all(len(group) == 1 for group in self._groups(fit))
 
+    def takes(self, result: Tensor) -> bool:
+        """Whether a result has as many dimensions as those met so far."""
+        return result.dim() == len(self._rules)
+
+    def is_within(self, fit: Fit) -> bool:
+        """Whether the live part that was met is no longer than what the bucket's run returned."""
+        live, full = self._runs[fit.live], self._runs[fit.full]
+        return all(here <= there for here, there in zip(live, full, strict=True))
+
+    def foresees(self, fit: Fit, layout: Hashable) -> bool:
+        """Whether a run at the bucket's size, by shape alone, will tell the live part of such a call.
+
+        Such a call must have run at its own size; each length that a rule foretells must mean one thing.
+        """
+        forms = self._forms.get(layout)
+        if forms is None or not forms.has_run(fit.live):
+            return False
+        for rules in self._rules:
+            found: dict[int, set[Hashable]] = {}
+            for rule in rules:
+                size = rule.size_at(fit.full)
+                if size is not None:
+                    found.setdefault(size, set()).add(_action(rule, size, fit))
+            if any(len(actions) > 1 for actions in found.values()):
+                return False
+        return True
+
     def way(self, fit: Fit, layout: Hashable) -> Way | None:
         """How results become those of such a call; None when a run must show it first."""
         shape, forms = self._shape_at(fit.live), self._forms.get(layout)

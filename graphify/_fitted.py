@@ -24,6 +24,8 @@ from .backends.base import Copy
 __all__ = ["Padded", "fitted", "through_padding"]
 
 Sources = Sequence[Tensor]
+Finder = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Way]]
+"""The ways of a run that shows them: from its results and its arguments."""
 
 
 class Padded:
@@ -44,7 +46,7 @@ class Padded:
 def through_padding(
     graph: Callable[[tuple[Tensor, ...], tuple[Any, ...]], Any],
     fit: Fit,
-    ways: Sequence[Way] | None,
+    ways: Sequence[Way] | Finder | None,
     fills: Sequence[Any],
     call: Call,
 ) -> Any:
@@ -65,7 +67,9 @@ def _write_back(mine: Tensor, live: Tensor) -> None:
             mine.copy_(live)
 
 
-def _cut_result(result: Any, fit: Fit, ways: Sequence[Way] | None, tensors: Sources, padded: Sources) -> Any:
+def _cut_result(
+    result: Any, fit: Fit, ways: Sequence[Way] | Finder | None, tensors: Sources, padded: Sources
+) -> Any:
     if ways is None and all(mine is static for mine, static in zip(tensors, padded, strict=True)):
         return result
     roots = (result,)
@@ -76,7 +80,8 @@ def _cut_result(result: Any, fit: Fit, ways: Sequence[Way] | None, tensors: Sour
         own = {id(p): t for p, t in zip(padded, tensors, strict=True)}
         made = [own.get(id(t), t) for t in found[0]]
     else:
-        made = cut_results(found[0], ways, tensors, fit)
+        known = ways(found[0], padded) if callable(ways) else ways
+        made = cut_results(found[0], known, tensors, fit)
     return tree.rebuild(made, tree.consts(roots))[0]
 
 

@@ -59,6 +59,10 @@ class Forms:
         """Predict nothing: what lies in an argument with gaps follows that one's strides."""
         self._only_seen = True
 
+    def has_run(self, sizes: Sizes) -> bool:
+        """Whether a run has shown the form at these sizes."""
+        return sizes in self._runs
+
     def merge(self, other: Forms) -> None:
         """Learn what another one did."""
         for sizes, form in other._runs.items():

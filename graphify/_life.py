@@ -34,7 +34,7 @@ from ._specification import root_of
 from ._survey import Survey
 from ._tree import Tree, tensors_of, tree_of
 from ._trial import Snapshot, is_large, trial
-from ._undo import UndoLog
+from ._undo import TooLargeError, UndoLog
 from ._verdicts import given_history, host_reads, other_place, replaced_argument
 from ._verify import Verified, Verifier
 from ._watch import Watch, watching
@@ -665,6 +665,9 @@ class Life:
 
         What warm-ups taught about `like`, an entry of other sizes, holds here, unless the capture shows that it
         does not, as where a kernel is tuned for each size.
+
+        Raises:
+            CaptureError: a whole step, which would really be taken: it writes memory that no trial puts back.
         """
         if like is not None and not entry.warmed:
             entry.resemble(like)
@@ -673,20 +676,19 @@ class Life:
                 return
             entry.refusal, entry.warmed = None, 0
         backend, device = self.setting.backend, entry.device_or_raise()
-        for _ in range(self.options.warmup - entry.warmed):
-            with (
-                backend.scope(device),
-                trial(backend, device, self.survey(call), self.known_generators()) as log,
-            ):
-                watch = Watch(device, undo=log)
-                with watching(watch, backend.listen), steps() as found:
-                    result = self.setting.run(call.values)
-            self._learn(entry, call, watch, result, found)
+        try:
+            for _ in range(self.options.warmup - entry.warmed):
+                self._rehearse_run(entry, call)
+        except TooLargeError:
+            raise self._too_large() from None
         if entry.refusal is not None:
             return
         try:
             with trial(backend, device, self.survey(call), self.known_generators()) as log:
+                log.spares = lambda: entry.whole
                 self._make_graph(entry, call, log)
+        except TooLargeError:
+            raise self._too_large() from None
         except NeedsGradError:
             entry.refusal = _GRAD
         except TangledError:
@@ -696,6 +698,26 @@ class Life:
         if entry.graph is not None:
             entry.graph.recording.ran = False
             self._verify_first(entry)
+
+    def _rehearse_run(self, entry: Entry, call: Call) -> None:
+        backend, device = self.setting.backend, entry.device_or_raise()
+        with (
+            backend.scope(device),
+            trial(backend, device, self.survey(call), self.known_generators()) as log,
+        ):
+            watch = Watch(device, undo=log)
+            with watching(watch, backend.listen), steps() as found:
+                # Padding touches no state, but a step moves weights also where no row has a gradient.
+                log.spares = lambda: watch.backward or bool(found)
+                result = self.setting.run(call.values)
+        self._learn(entry, call, watch, result, found)
+
+    def _too_large(self) -> CaptureError:
+        return CaptureError(
+            f"`{self.setting.name}` is a whole step over tensors above 256 MiB",
+            why="ahead of time it must leave no trace, and of memory of that size no copy is made to put back",
+            fix="call it: its first calls are real steps, and capture it",
+        )
 
     # -- leaving
 

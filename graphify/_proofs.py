@@ -1,6 +1,7 @@
 """Proofs that padding changes nothing: a bucket's run beside one at the exact size and one with other padding.
 
-Each run is a trial and leaves no trace. Memory above 256 MiB that a run writes is neither put back nor compared.
+Each run is a trial and leaves no trace. One that would write memory above 256 MiB, which no trial can put back, ends
+before it does: then nothing is compared, and calls themselves teach how results are cut.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch import Tensor
 from ._autograd import unhooked
 from ._cuts import Learner, teach
 from ._graph import Call
-from ._layout import family_key, first_byte, span, view_of
+from ._layout import family_key
 from ._life import Life
+from ._material import copied, from_batch, memory_of, stirred, weights, written
 from ._nearness import unlike
 from ._optimizers import steps
 from ._padding import Fit
@@ -24,11 +26,14 @@ from ._specification import root_of
 from ._survey import Survey
 from ._tree import Tree, tree_of
 from ._trial import is_large, trial
-from ._undo import UndoLog
+from ._undo import TooLargeError, UndoLog
 from ._watch import Watch, watching
 from .errors import PaddingError
 
-__all__ = ["Proof", "prove"]
+__all__ = ["UNTRIED", "Lived", "Proof", "padding_error", "prove", "untried"]
+
+_MANY = 8
+UNTRIED = "it writes tensors above 256 MiB, of which no trial makes a copy"
 
 _FIX = "mask the padded rows, give `pad=` a value that they ignore, or take this dimension out of `buckets`"
 _SIZE = "padding adds rows: a size that is used as a number is the bucket's, and each padded row takes part"
@@ -43,21 +48,37 @@ _SCRATCH = (
 Cutter = Callable[[list[Tensor], Collection[int], Sequence[Tensor]], list[Tensor]]
 
 
+class Lived:
+    """What the calls of a bucket showed of results at each size, beside their tensors."""
+
+    def __init__(self) -> None:
+        self.consts: dict[tuple[int, ...], tuple[object, ...]] = {}
+        """Of calls that ran at their exact size."""
+        self.full: set[tuple[int, ...]] = set()
+        """Sizes that calls were padded to."""
+
+
 class Proof(NamedTuple):
     """What the runs of one bucket taught."""
 
-    tree: Tree
-    """Of the result."""
+    tree: Tree | None
+    """Of the result; None when no run has shown it."""
     cuts: tuple[Learner, ...]
     """One per tensor of the result."""
     touched: frozenset[int]
     """Outside memory that the function uses, when it writes any of it."""
     said: str
     """Why something was not compared; empty when all was."""
+    lived: Lived | None = None
+    """What calls themselves showed, where no trial may run."""
 
     def is_clear(self, fit: Fit) -> bool:
         """Whether the runs so far tell which part of each result is live in calls of this size."""
         return all(learner.is_clear(fit) for learner in self.cuts)
+
+    def awaits(self, fit: Fit) -> bool:
+        """Whether a call of this size must still show, in place of a trial, which part of each result is live."""
+        return self.lived is not None and not (fit.full in self.lived.full and self.is_clear(fit))
 
 
 class _Run(NamedTuple):
@@ -73,7 +94,6 @@ class _Run(NamedTuple):
     arguments: list[Tensor]
     grads: dict[str, Tensor]
     watch: Watch
-    skipped: list[Tensor]
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -98,21 +118,28 @@ def prove(
         CaptureError: the function can never be captured.
         PaddingError: what differs, with the smallest difference.
     """
-    prover = _Prover(life, device, call, fit, state=check is True)
-    exact = prover.exact()
-    padded = prover.padded([fill for fill, _ in fills])
+    try:
+        return _proved(_Prover(life, device, call, fit, fills, state=check is True), check)
+    except TooLargeError:
+        return untried()
+
+
+def untried() -> Proof:
+    """That of a bucket in which no trial may run."""
+    return Proof(None, (), frozenset(), UNTRIED, Lived())
+
+
+def _proved(prover: _Prover, check: bool | str) -> Proof:
+    exact, padded = prover.exact(), prover.padded()
     why = _uncompared(exact, check)
     prover.check_rows_left(exact, padded)
     if not why:
         prover.compare(exact, padded, rounding=True)
-        prover.check_writes([fill for fill, _ in fills], exact)
-        if not all(chosen for leaf, (_, chosen) in enumerate(fills) if leaf in fit.dims()):
-            other = prover.padded([fill if chosen else _from_batch for fill, chosen in fills])
-            prover.compare(padded, other, rounding=False)
+        prover.check_writes(exact)
+        if prover.unnamed:
+            prover.compare(padded, prover.padded(other=True), rounding=False)
     outside = exact.watch.outside.keys()
     touched = frozenset(outside) if exact.watch.written & outside else frozenset()
-    if not why and exact.skipped:
-        why = f"{len(exact.skipped)} tensors above 256 MiB that it writes are not compared"
     return Proof(exact.tree, tuple(prover.cuts), touched, why)
 
 
@@ -122,29 +149,25 @@ def _uncompared(exact: _Run, check: bool | str) -> str:
     return "it draws random numbers" if exact.watch.drew else ""
 
 
-def _from_batch(buffer: Tensor, live: tuple[int, ...]) -> None:
-    """Other padding of a kind that is sure to be legal: rows of the call itself, the last first."""
-    for dim, size in enumerate(live):
-        if behind := buffer.shape[dim] - size:
-            rows = (-1 - torch.arange(behind, device=buffer.device)) % size
-            buffer.narrow(dim, size, behind).copy_(buffer.index_select(dim, rows))
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    low, high = span([tensor])
-    flat = torch.empty(high - low, dtype=torch.uint8, device=tensor.device)
-    flat.copy_(torch.empty_like(flat).set_(tensor.untyped_storage(), low, (high - low,), (1,)))
-    return view_of(flat, tensor, first_byte(tensor) - low, tensor.shape, tensor.stride())
-
-
 class _Prover:
     """The runs of one call, one after the other."""
 
-    def __init__(self, life: Life, device: torch.device, call: Call, fit: Fit, *, state: bool) -> None:
-        self.state = state
+    def __init__(
+        self,
+        life: Life,
+        device: torch.device,
+        call: Call,
+        fit: Fit,
+        fills: Sequence[tuple[Any, bool]],
+        *,
+        state: bool,
+    ) -> None:
+        self.state, self.fills = state, fills
         self.life, self.device, self.call, self.fit = life, device, call, fit
         self.cuts: list[Learner] = []
         paths, static = call.tree.tensor_paths, life.options.static_args
+        self.unnamed = [paths[leaf] for leaf in fit.dims() if not fills[leaf][1]]
+        """Padded arguments for which no `pad` is given: what stands there must not matter."""
         self._lent = {
             id(t)
             for path, t in zip(paths, call.tensors, strict=True)
@@ -170,31 +193,45 @@ class _Prover:
                 what = f"{name} depends on the padding: {here} padded, {there} at its exact size"
                 raise self._error(what, _SIZE)
 
-    def check_writes(self, fills: Sequence[Any], exact: _Run) -> None:
+    def check_writes(self, exact: _Run) -> None:
         """Raise where padded rows write memory that live rows leave alone, whatever it holds and they write."""
-        big = {family_key(t) for t in exact.skipped}
-        written = {
-            key: t
-            for key, t in exact.watch.outside.items()
-            if key in exact.watch.written and key not in big and t.is_floating_point()
-        }
-        if not self.state or not written or exact.watch.backward:
+        outside = exact.watch.outside.items()
+        stir = [t for key, t in outside if key in exact.watch.written and t.is_floating_point()]
+        if not self.state or not stir or exact.watch.backward:
             return
-        stir = list(written.values())
         live = self._run(self._copies(self.call.tensors), lambda r, o, t: r, stir).memory
-        found = self.padded(fills, stir).memory
+        found = self.padded(stir).memory
         for name in live.keys() & found.keys():
-            start = _stirred(live[name])
+            start = stirred(live[name])
             alone = (live[name] == start) & (found[name] != start)
             if alone.any():
                 raise self._error(f"padded rows write {int(alone.sum())} elements of {name}", _ROWS, _SCRATCH)
 
-    def padded(self, fills: Sequence[Any], stir: Sequence[Tensor] = ()) -> _Run:
-        """A run of the bucket's size, its results cut."""
+    def padded(self, stir: Sequence[Tensor] = (), *, other: bool = False) -> _Run:
+        """A run of the bucket's size, its results cut; `other`: with other padding where none was named."""
+        fills = [from_batch if other and not chosen else fill for fill, chosen in self.fills]
         detached = {id(t): t if id(t) in self._lent else t.detach() for t in self.call.tensors}
         padded = self.fit.padded([detached[id(t)] for t in self.call.tensors], fills)
         tensors = self._copies(padded)
         return self._run(tensors, self._cut, stir)
+
+    def _guard(self, log: UndoLog, tensors: Sequence[Tensor]) -> None:
+        """Let no run write what is not put back; its own copies need not be."""
+        log.spares = lambda: True
+        for tensor in tensors:
+            if id(tensor) not in self._lent:
+                log.born(tensor)
+
+    @contextmanager
+    def _refusing(self, watch: Watch) -> Iterator[None]:
+        """What can never be captured is said also where the run ends before it writes."""
+        try:
+            yield
+        except TooLargeError:
+            found = self.life.offence(watch, ())
+            if found is not None:
+                raise found from None
+            raise
 
     @contextmanager
     def _blaming(self, cut: Cutter) -> Iterator[None]:
@@ -216,8 +253,8 @@ class _Prover:
                 made[id(tensor)] = tensor
             elif id(tensor) not in made:
                 with torch.inference_mode(own.is_inference()), torch.no_grad():
-                    copied = _copied(tensor.detach())
-                made[id(tensor)] = copied.requires_grad_() if own.requires_grad else copied
+                    mine = copied(tensor.detach())
+                made[id(tensor)] = mine.requires_grad_() if own.requires_grad else mine
         return tuple(made[id(t)] for t in tensors)
 
     def _whole(
@@ -254,20 +291,19 @@ class _Prover:
             backend.scope(self.device, aside=not torch.is_grad_enabled()),
             trial(backend, self.device, survey, life.known_generators()) as log,
         ):
+            self._guard(log, tensors)
             for tensor in stir:
                 log.before_write(tensor)
-                _memory_of(tensor).copy_(_stirred(_memory_of(tensor)))
+                memory_of(tensor).copy_(stirred(memory_of(tensor)))
             watch = Watch(self.device, given=tensors, undo=log)
-            with watching(watch, backend.listen), steps(), self._blaming(cut):
+            with self._refusing(watch), watching(watch, backend.listen), steps(), self._blaming(cut):
                 result = life.setting.run(call.values)
             with self._blaming(cut):
-                run = self._taken(result, watch, log, survey, call, cut)
+                run = self._taken(result, watch, survey, call, cut)
         backend.hand_over([*run.results, *run.state.values(), *run.arguments, *run.grads.values()])
         return run
 
-    def _taken(
-        self, result: Any, watch: Watch, log: UndoLog, survey: Survey, call: Call, cut: Cutter
-    ) -> _Run:
+    def _taken(self, result: Any, watch: Watch, survey: Survey, call: Call, cut: Cutter) -> _Run:
         """Copy what a run left while it is still there."""
         roots = (result,)
         tree = tree_of(roots, ["output"])
@@ -275,14 +311,14 @@ class _Prover:
         assert found is not None, "a value has the structure that was read off it"
         names = {family_key(t): f"`{place.name}`" for place, t in survey.tensors()}
         live = cut(list(found[0]), names.keys() | watch.outside.keys(), call.tensors)
-        memory, python = _written(watch, log.skipped, names), self._rebound(survey, call)
+        memory, python = written(watch, names), self._rebound(survey, call)
         grads = {} if watch.backward else self._gradients(live, watch.outside, call, names)
         arguments = [
             torch.empty(0) if id(t) in self._lent else self.fit.lives(i, t.detach()).clone()
             for i, t in enumerate(call.tensors)
         ]
         results = [t.detach().clone() for t in live]
-        return _Run(tree, found[1], results, memory, python, arguments, grads, watch, log.skipped)
+        return _Run(tree, found[1], results, memory, python, arguments, grads, watch)
 
     def _rebound(self, survey: Survey, call: Call) -> dict[str, Tensor]:
         """The tensors that the run left in Python's hands: attributes, and gradients of parameters."""
@@ -313,11 +349,11 @@ class _Prover:
         for key, tensor in outside.items():
             if tensor.requires_grad:
                 found[names.get(key, f"a tensor {tuple(tensor.shape)} from outside")] = (-1, tensor)
-        wanted, weights = [t for _, t in found.values()], [_weights(r) for r in graded]
+        wanted, incoming = [t for _, t in found.values()], [weights(r) for r in graded]
         try:
             with unhooked(wanted):
                 grads: Sequence[Tensor | None] = torch.autograd.grad(
-                    graded, wanted, weights, allow_unused=True
+                    graded, wanted, incoming, allow_unused=True
                 )
         except RuntimeError as error:
             if self.life.setting.backend.is_oom(error):
@@ -356,42 +392,21 @@ class _Prover:
                 raise self._error(f"{name} depends on {with_what}: {what}", _SIZE)
 
     def _error(self, what: str, why: str, fix: str = _FIX) -> PaddingError:
-        sizes = [
-            f"{bucket.name} {live} in {full}"
-            for bucket, live, full in zip(self.fit.axes.buckets, self.fit.live, self.fit.full, strict=True)
-        ]
-        return PaddingError(f"`{self.life.setting.name}`, {', '.join(sizes)}: {what}", why=why, fix=fix)
+        return padding_error(self.life.setting.name, self.fit, what, why, _named(fix, self.unnamed))
 
 
-def _written(watch: Watch, skipped: Sequence[Tensor], names: dict[int, str]) -> dict[str, Tensor]:
-    """The outside memory that a run wrote, as it left it: whole storages, since rows behind a view count."""
-    big = {family_key(t) for t in skipped}
-    found = {}
-    for key, tensor in watch.outside.items():
-        if key in watch.written and key not in big:
-            found[names.get(key, f"a tensor {tuple(tensor.shape)} from outside")] = _memory_of(tensor).clone()
-    return found
+def _named(fix: str, unnamed: Sequence[str]) -> str:
+    """The usual remedy, with the arguments among which a mask may have been forgotten."""
+    if fix is not _FIX or not unnamed:
+        return fix
+    names = ", ".join(f"`{path}`" for path in unnamed[:_MANY]) + (", ..." if unnamed[_MANY:] else "")
+    return f"{fix}; if it tells what is padding, give it `pad=`: {names}"
 
 
-def _memory_of(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage, rows that it does not show included."""
-    storage = tensor.untyped_storage()
-    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return whole.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
-
-
-def _stirred(memory: Tensor) -> Tensor:
-    """Values near 1 that no run would write by chance."""
-    return (
-        torch.arange(memory.numel(), device=memory.device, dtype=torch.float64)
-        .cos()
-        .div(2)
-        .add(1)
-        .to(memory.dtype)
-    )
-
-
-def _weights(result: Tensor) -> Tensor:
-    """Incoming gradients that differ from element to element."""
-    numbers = torch.arange(1, result.numel() + 1, device=result.device, dtype=torch.float32).cos()
-    return numbers.reshape(result.shape).to(result.dtype)
+def padding_error(name: str, fit: Fit, what: str, why: str, fix: str = _FIX) -> PaddingError:
+    """What padding changes in a call of one size, and the bucket that it was padded to."""
+    sizes = [
+        f"{bucket.name} {live} in {full}"
+        for bucket, live, full in zip(fit.axes.buckets, fit.live, fit.full, strict=True)
+    ]
+    return PaddingError(f"`{name}`, {', '.join(sizes)}: {what}", why=why, fix=fix)

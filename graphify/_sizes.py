@@ -19,10 +19,11 @@ from ._layout import family_key
 from ._life import Life
 from ._options import Options
 from ._padding import Fills, Fit
-from ._proofs import prove
+from ._proofs import UNTRIED, Proof, prove, untried
 from ._signature import overlap
 from ._specification import Specification, specification
 from ._tree import tensors_of
+from ._untried import at_exact_size, foresees, padded
 from .errors import CaptureError, InputError, PaddingError, alone
 
 __all__ = ["Sized", "Sizes", "sizes_wanted"]
@@ -239,7 +240,7 @@ class Sizes:
         if bucket.proof is not None:
             return str(bucket.proof.said)
         if bucket.large:
-            return "it writes tensors above 256 MiB, which would show a trace: the first call that is padded proves it"
+            return UNTRIED
         return "the example fills it: the first call that is padded proves it"
 
     def _bucket(self, entry: Sized, padded: tuple[Tensor, ...], call: Call) -> Entry:
@@ -285,8 +286,12 @@ class Sizes:
 
     def _learn(self, entry: Sized, bucket: Entry, call: Call) -> None:
         """Prove at the first call with padding that it changes nothing."""
-        known = bucket.proof is not None and bucket.proof.is_clear(entry.fit)
+        proof: Proof | None = bucket.proof
+        known = proof is not None and (proof.lived is not None or proof.is_clear(entry.fit))
         if entry.fit.is_as_is(call.tensors) or known:
+            return
+        if bucket.large:
+            bucket.proof = untried()
             return
         try:
             bucket.proof = prove(
@@ -320,8 +325,9 @@ class Sizes:
 
     def _share(self, entry: Sized, bucket: Entry) -> None:
         """What one bucket showed of the shapes of results, all know."""
-        proof = bucket.proof
-        assert proof is not None
+        proof: Proof | None = bucket.proof
+        if proof is None or proof.tree is None:
+            return
         known = self._learners.setdefault((entry.tree, entry.key[:2], proof.tree.spec), proof.cuts)
         if known is proof.cuts:
             return
@@ -345,16 +351,26 @@ class Sizes:
 
     def _ways(self, entry: Sized, bucket: Entry, call: Call) -> list[Way] | None:
         """How results become those of this call; None when a run must show it first."""
-        assert bucket.proof is not None, "a bucket is proved before it is used for less"
+        proof: Proof | None = bucket.proof
+        assert proof is not None, "a bucket is proved before it is used for less"
+        if proof.awaits(entry.fit):
+            return None
         layout = plain_layout(call.tensors)
-        ways = [learner.way(entry.fit, layout) for learner in bucket.proof.cuts]
+        ways = [learner.way(entry.fit, layout) for learner in proof.cuts]
         known = [way for way in ways if way is not None]
         return known if len(known) == len(ways) else None
 
     def _taught(self, entry: Sized, bucket: Entry, call: Call) -> Any:
-        """Run once at the exact size, which shows the shapes of the results."""
-        result = self.life.eagerly("cut", call)
-        assert bucket.proof is not None
-        cuts = bucket.proof.cuts
-        teach(cuts, entry.fit.live, tensors_of(result), call.tensors, lambda i, _: cuts[i].is_outside())
+        """Run once at the exact size, or where no trial may run at the bucket's, which shows the shapes of results."""
+        proof: Proof | None = bucket.proof
+        assert proof is not None
+        if proof.lived is None:
+            result, cuts = self.life.eagerly("cut", call), proof.cuts
+            teach(cuts, entry.fit.live, tensors_of(result), call.tensors, lambda i, _: cuts[i].is_outside())
+            return result
+        if foresees(proof, entry.fit, call):
+            return padded(self.life, bucket, entry.fit, entry.fills, call)
+        result = at_exact_size(self.life, bucket, entry.fit, call)
+        if proof.tree is None:
+            self._share(entry, bucket)
         return result

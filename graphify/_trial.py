@@ -60,7 +60,7 @@ def is_large(tensor: Tensor) -> bool:
 class Snapshot:
     """What `undo` puts back: memory written through a `Watch` that has the `log`, random streams, Python state.
 
-    Tensors above `limit` bytes, by default 256 MiB, are not copied; the log lists those that a run wrote.
+    Tensors above 256 MiB are not copied unless `large`; the log lists those that a run wrote.
     """
 
     def __init__(
@@ -69,9 +69,10 @@ class Snapshot:
         device: torch.device,
         survey: Survey,
         generators: Sequence[torch.Generator],
-        limit: int | None = _LIMIT,
+        *,
+        large: bool = False,
     ) -> None:
-        self.log = UndoLog(limit=limit)
+        self.log = UndoLog(limit=None if large else _LIMIT)
         self._streams, self._survey = streams, survey
         self._host = HostRandomness(device)
         self._state = streams.rng_state([*generators, *survey.generators])
@@ -94,14 +95,20 @@ def trial(
     device: torch.device,
     survey: Survey,
     generators: Sequence[torch.Generator] = (),
-    limit: int | None = _LIMIT,
+    *,
+    large: bool = False,
 ) -> Iterator[UndoLog]:
-    """Undo what the body does, on the device and in Python; give the log to the body's `Watch`."""
-    snapshot = Snapshot(streams, device, survey, generators, limit)
+    """Undo what the body does, on the device and in Python; give the log to the body's `Watch`.
+
+    Raises:
+        TooLargeError: the log spared memory that the body was about to write.
+    """
+    snapshot = Snapshot(streams, device, survey, generators, large=large)
     try:
         yield snapshot.log
     finally:
         snapshot.undo()
+        snapshot.log.check()
 
 
 def _equal(left: Any, right: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._illegal import tensors_in
 
-__all__ = ["UndoLog", "below", "version_of", "writes_of"]
+__all__ = ["TooLargeError", "UndoLog", "below", "version_of", "writes_of"]
 
 _BELOW_VIEWS = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", torch._C._AutoDispatchBelowAutograd)
 
@@ -96,6 +96,10 @@ def writes_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
     return list(tensors_in(written))
 
 
+class TooLargeError(BaseException):
+    """A run is about to write memory that nothing would put back; no error, so that a function's own `except` lets it pass."""
+
+
 class _Host(NamedTuple):
     """What the host knows of a tensor; a device run neither makes nor undoes it."""
 
@@ -113,12 +117,15 @@ class UndoLog:
     Example: `log.before_write(buffer); buffer.add_(1); log.rollback()` leaves `buffer` as it was, its version
     too.
 
-    Storages above `limit` bytes are not copied: the tensors that would have been are listed in `skipped`.
+    Storages above `limit` bytes are not copied: the tensors that would have been are listed in `skipped`. Where
+    `spares` says so at that moment, such a write does not happen: `TooLargeError`, and again by `check`.
     The log holds the saved storages and tensors until `rollback` or `clear`.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.skipped: list[Tensor] = []
+        self.spares: Callable[[], bool] = _never
+        self._refused = False
         self._limit = limit
         self._seen: set[int] = set()
         self._born: set[int] = set()
@@ -141,14 +148,23 @@ class UndoLog:
             return
         if id(tensor) not in self._host:
             self._host[id(tensor)] = _host(tensor, storage)
+        large = self._limit is not None and storage.nbytes() > self._limit
+        if large and self.spares():
+            self._refused = True
+            raise TooLargeError
         if storage._cdata in self._seen:
             return
         self._seen.add(storage._cdata)
-        if self._limit is not None and storage.nbytes() > self._limit:
+        if large:
             self.skipped.append(tensor)
             return
         with below():
             self._bytes.append((storage, _bytes(storage, storage.nbytes()).clone()))
+
+    def check(self) -> None:
+        """Raise `TooLargeError` once more where a function has caught it after all."""
+        if self._refused:
+            raise TooLargeError
 
     def rollback(self, *, values_only: bool = False) -> None:
         """Put every saved value back, and versions, shapes and strides too unless `values_only`.
@@ -176,6 +192,10 @@ class UndoLog:
         if all(tensor is not known for known, _ in self._opaque):
             with below():
                 self._opaque.append((tensor, tensor.clone()))
+
+
+def _never() -> bool:
+    return False
 
 
 def _bytes(storage: torch.UntypedStorage, size: int) -> Tensor:
