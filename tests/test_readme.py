@@ -72,12 +72,13 @@ def test_the_readme_runs_on_the_tape(
     assert names["clamp_on_device"].stats().replays == 1
     assert isinstance(names["result"], names["Scores"])
     assert names["step"].stats().replays == 1
-    assert len(taped) == 16
+    assert len(taped) == 18
     for name, graphs, replays in (
         ("classify", 2, 4),
         ("encode", 1, 1),
         ("centred_live", 1, 2),
         ("decode", 4, 3),
+        ("anything", 5, 47),
     ):
         stats = graphify.handle(names[name]).stats()
         assert (stats.recordings, stats.replays) == (graphs, replays), name
