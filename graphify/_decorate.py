@@ -119,8 +119,10 @@ def graphify(
             0 of every tensor argument is one size. A mapping names dimensions, as `torch.export` does:
             `{"tokens": {0: batch, 1: seq}}` with `batch = Bucket("batch", [1, 2, 4, 8])`. None: a graph per
             exact shape. Results are cut to the call's own size.
-        pad: What stands in the padded part: a number, per argument (`{"slots": -1}`) or for all; None: what is
-            there; or a function of the buffer and its live shape that fills the rest. By default 0.
+        pad: What stands in the padded part: a number for all arguments, or for each by name (`{"slots": -1}`). There
+            None keeps what an earlier call left (`{"x": None}`), and a function of the buffer and its live shape fills
+            the rest. Arguments without a value of their own, and all with `pad=None`, have 0. Name each that tells
+            what is padding, such as a mask.
         check_padding: Whether each bucket is run, without trace, at a call's exact size and with other padding,
             before it is used: a result, gradient or outside tensor that padding changes is a `PaddingError`.
             "outputs": outside tensors are not compared, as for a cache with a row that padding may write.

@@ -26,16 +26,14 @@ from ._specification import root_of
 from ._survey import Survey
 from ._tree import Tree, tree_of
 from ._trial import is_large, trial
+from ._trust import Proof, padding_error, remedy, untried
 from ._undo import TooLargeError, UndoLog
 from ._watch import Watch, watching
 from .errors import PaddingError
 
-__all__ = ["UNTRIED", "Lived", "Proof", "padding_error", "prove", "untried"]
+__all__ = ["prove"]
 
-_MANY = 8
-UNTRIED = "it writes tensors above 256 MiB, of which no trial makes a copy"
 
-_FIX = "mask the padded rows, give `pad=` a value that they ignore, or take this dimension out of `buckets`"
 _SIZE = "padding adds rows: a size that is used as a number is the bucket's, and each padded row takes part"
 _ROWS = "each padded row is written where its index says, as a live one is"
 _COPY = "a bucket has a copy of the argument, which the next call fills"
@@ -46,39 +44,6 @@ _SCRATCH = (
 )
 
 Cutter = Callable[[list[Tensor], Collection[int], Sequence[Tensor]], list[Tensor]]
-
-
-class Lived:
-    """What the calls of a bucket showed of results at each size, beside their tensors."""
-
-    def __init__(self) -> None:
-        self.consts: dict[tuple[int, ...], tuple[object, ...]] = {}
-        """Of calls that ran at their exact size."""
-        self.full: set[tuple[int, ...]] = set()
-        """Sizes that calls were padded to."""
-
-
-class Proof(NamedTuple):
-    """What the runs of one bucket taught."""
-
-    tree: Tree | None
-    """Of the result; None when no run has shown it."""
-    cuts: tuple[Learner, ...]
-    """One per tensor of the result."""
-    touched: frozenset[int]
-    """Outside memory that the function uses, when it writes any of it."""
-    said: str
-    """Why something was not compared; empty when all was."""
-    lived: Lived | None = None
-    """What calls themselves showed, where no trial may run."""
-
-    def is_clear(self, fit: Fit) -> bool:
-        """Whether the runs so far tell which part of each result is live in calls of this size."""
-        return all(learner.is_clear(fit) for learner in self.cuts)
-
-    def awaits(self, fit: Fit) -> bool:
-        """Whether a call of this size must still show, in place of a trial, which part of each result is live."""
-        return self.lived is not None and not (fit.full in self.lived.full and self.is_clear(fit))
 
 
 class _Run(NamedTuple):
@@ -122,11 +87,6 @@ def prove(
         return _proved(_Prover(life, device, call, fit, fills, state=check is True), check)
     except TooLargeError:
         return untried()
-
-
-def untried() -> Proof:
-    """That of a bucket in which no trial may run."""
-    return Proof(None, (), frozenset(), UNTRIED, Lived())
 
 
 def _proved(prover: _Prover, check: bool | str) -> Proof:
@@ -391,22 +351,5 @@ class _Prover:
                 with_what = "the padding" if rounding else "what the padding holds"
                 raise self._error(f"{name} depends on {with_what}: {what}", _SIZE)
 
-    def _error(self, what: str, why: str, fix: str = _FIX) -> PaddingError:
-        return padding_error(self.life.setting.name, self.fit, what, why, _named(fix, self.unnamed))
-
-
-def _named(fix: str, unnamed: Sequence[str]) -> str:
-    """The usual remedy, with the arguments among which a mask may have been forgotten."""
-    if fix is not _FIX or not unnamed:
-        return fix
-    names = ", ".join(f"`{path}`" for path in unnamed[:_MANY]) + (", ..." if unnamed[_MANY:] else "")
-    return f"{fix}; if it tells what is padding, give it `pad=`: {names}"
-
-
-def padding_error(name: str, fit: Fit, what: str, why: str, fix: str = _FIX) -> PaddingError:
-    """What padding changes in a call of one size, and the bucket that it was padded to."""
-    sizes = [
-        f"{bucket.name} {live} in {full}"
-        for bucket, live, full in zip(fit.axes.buckets, fit.live, fit.full, strict=True)
-    ]
-    return PaddingError(f"`{name}`, {', '.join(sizes)}: {what}", why=why, fix=fix)
+    def _error(self, what: str, why: str, fix: str = "") -> PaddingError:
+        return padding_error(self.life.setting.name, self.fit, what, why, fix or remedy(self.unnamed))

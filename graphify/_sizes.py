@@ -19,10 +19,11 @@ from ._layout import family_key
 from ._life import Life
 from ._options import Options
 from ._padding import Fills, Fit
-from ._proofs import UNTRIED, Proof, prove, untried
+from ._proofs import prove
 from ._signature import overlap
 from ._specification import Specification, specification
 from ._tree import tensors_of
+from ._trust import UNTRIED, Proof, untried
 from ._untried import at_exact_size, foresees, padded
 from .errors import CaptureError, InputError, PaddingError, alone
 

@@ -16,9 +16,9 @@ from ._graph import Call
 from ._layout import family_key
 from ._life import Life
 from ._padding import Fit
-from ._proofs import Proof, padding_error
 from ._survey import Survey
 from ._tree import tree_of
+from ._trust import Proof, padding_error
 from ._watch import Watch, watching
 from .errors import PaddingError
 

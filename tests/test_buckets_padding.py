@@ -368,6 +368,25 @@ def test_the_smallest_difference_is_shown(backend: str, device: torch.device) ->
     assert "smallest difference at [0]: 2.25 padded, 4.5 at its exact size" in text
 
 
+def test_arguments_without_pad_are_named(backend: str, device: torch.device) -> None:
+    """A mask that nobody said how to pad is the commonest cause; `pad` for it is the cure."""
+
+    def step(x: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
+        return (x * mask[:, None]).sum(0) * scale.sum()
+
+    buckets: dict[str, Any] = {"x": {0: BATCH}, "mask": {0: BATCH}, "scale": {0: BATCH}}
+    args = torch.randn(3, 3, device=device), torch.ones(3, device=device), torch.ones(3, device=device)
+
+    with pytest.raises(PaddingError, match="tells what is padding, give it `pad=`: `x`, `mask`$"):
+        graphify(step, buckets=buckets, pad={"scale": 0}, backend=backend)(*args)
+    with pytest.raises(PaddingError) as caught:
+        graphify(lambda x: x.mean(0), pad=0, buckets=[4], backend=backend)(args[0])
+    assert "give it `pad=`" not in str(caught.value)
+
+    cured = graphify(step, buckets=buckets, pad={"scale": 0, "mask": 0}, backend=backend)
+    assert torch.allclose(cured(*args), step(*args))
+
+
 def test_a_full_bucket_needs_no_proof(backend: str, device: torch.device) -> None:
     """A mean over the batch is right while nothing is padded, and refused from the first padded call on."""
     step = graphify(lambda x: x - x.mean(0), buckets=[4], backend=backend)
