@@ -360,8 +360,8 @@ class Life:
         if entry.refusal is not None and entry.refusal.error is not None:
             if before is None:
                 self._say_refused(entry.refusal)
-            # Memory can be put back, a tensor's history cannot: then this call stands, and the next is refused.
-            elif not watch.renewed(call.tensors):
+            # A tensor's history cannot be put back, nor large memory: then this call stands, and the next is refused.
+            elif not before.log.skipped and not watch.renewed(call.tensors):
                 before.undo()
                 # The run is undone, and what it made is no part of the signature that is refused.
                 survey = Survey(self.setting.roots(call), self.executed)

@@ -83,10 +83,13 @@ def prove(
         CaptureError: the function can never be captured.
         PaddingError: what differs, with the smallest difference.
     """
+    prover = _Prover(life, device, call, fit, fills, state=check is True)
     try:
-        return _proved(_Prover(life, device, call, fit, fills, state=check is True), check)
+        return _proved(prover, check)
     except TooLargeError:
-        return untried()
+        pass
+    prover.check_offences()  # what can never be captured is said also where a run ends early
+    return untried()
 
 
 def _proved(prover: _Prover, check: bool | str) -> Proof:
@@ -125,6 +128,7 @@ class _Prover:
         self.state, self.fills = state, fills
         self.life, self.device, self.call, self.fit = life, device, call, fit
         self.cuts: list[Learner] = []
+        self.watch: Watch | None = None
         paths, static = call.tree.tensor_paths, life.options.static_args
         self.unnamed = [paths[leaf] for leaf in fit.dims() if not fills[leaf][1]]
         """Padded arguments for which no `pad` is given: what stands there must not matter."""
@@ -139,11 +143,15 @@ class _Prover:
     def exact(self) -> _Run:
         """The run that eager makes."""
         run = self._run(self._copies(self.call.tensors), self._whole)
-        found = self.life.offence(run.watch, ())
-        if found is not None:
-            raise found
+        self.check_offences()
         self._exact = run.results
         return run
+
+    def check_offences(self) -> None:
+        """Raise for what the latest run did that no graph can hold."""
+        found = None if self.watch is None else self.life.offence(self.watch, ())
+        if found is not None:
+            raise found
 
     def check_rows_left(self, exact: _Run, padded: _Run) -> None:
         """Raise where an attribute would have the rows of a bucket, also where nothing else can be compared."""
@@ -181,17 +189,6 @@ class _Prover:
         for tensor in tensors:
             if id(tensor) not in self._lent:
                 log.born(tensor)
-
-    @contextmanager
-    def _refusing(self, watch: Watch) -> Iterator[None]:
-        """What can never be captured is said also where the run ends before it writes."""
-        try:
-            yield
-        except TooLargeError:
-            found = self.life.offence(watch, ())
-            if found is not None:
-                raise found from None
-            raise
 
     @contextmanager
     def _blaming(self, cut: Cutter) -> Iterator[None]:
@@ -256,7 +253,8 @@ class _Prover:
                 log.before_write(tensor)
                 memory_of(tensor).copy_(stirred(memory_of(tensor)))
             watch = Watch(self.device, given=tensors, undo=log)
-            with self._refusing(watch), watching(watch, backend.listen), steps(), self._blaming(cut):
+            self.watch = watch
+            with watching(watch, backend.listen), steps(), self._blaming(cut):
                 result = life.setting.run(call.values)
             with self._blaming(cut):
                 run = self._taken(result, watch, survey, call, cut)

@@ -73,6 +73,9 @@ def _watched(
     with backend.scope(device, aside=False), watching(watch, backend.listen):
         result = life.setting.run(call.values)
     life.count_eager("cut")
+    offence = life.offence(watch, ())
+    if offence is not None:  # said before the next call has done anything
+        bucket.refusal = Refusal("uncapturable", offence)
     # An argument that is outside memory, too, is seen as an argument only: what has a name tells.
     outside = watch.outside.keys() | (reached & watch.given)
     touched = frozenset(outside) if watch.written & outside else frozenset()

@@ -90,7 +90,7 @@ def test_a_proof_puts_back_what_it_wrote_before(backend: str, device: torch.devi
     note = states.append
 
     def step(x: Tensor) -> Tensor:
-        note((small.tolist(), small._version, mine.net[0].weight._version))
+        note((small.detach().clone(), small._version, mine.net[0].weight._version))
         with torch.no_grad():
             small.add_(1)
             mine.net[0].weight.add_(1)
@@ -100,7 +100,7 @@ def test_a_proof_puts_back_what_it_wrote_before(backend: str, device: torch.devi
     graphed(whole(3, 3, device=device))
 
     assert len(states) == 2
-    assert states[0] == states[1]
+    equal(states[0], states[1])
     assert small._version == states[0][1] + 1
 
 
@@ -278,6 +278,37 @@ def test_results_are_cut_to_eagers(backend: str, device: torch.device, name: str
             assert torch.equal(large, expected)
 
     assert graphed.stats().replays > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"buckets": [4]}])
+def test_what_cannot_be_captured(backend: str, device: torch.device, options: dict[str, Any]) -> None:
+    """A call that has written large memory stands; the next one is refused before it does anything."""
+    large = torch.zeros(300, device=device)
+
+    def step(x: Tensor) -> Tensor:
+        large.add_(1)
+        return x * large.sum().item()
+
+    graphed = graphify(step, backend=backend, **options)
+    assert torch.equal(graphed(torch.ones(3, 3, device=device)), torch.full((3, 3), 300.0, device=device))
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="read on the host"):
+            graphed(torch.ones(3, 3, device=device))
+    assert large[0] == 1
+
+
+def test_what_cannot_be_captured_and_is_known_before(backend: str, device: torch.device) -> None:
+    """What a trial has met before it ends is said at once."""
+    large = torch.zeros(300, device=device)
+
+    def step(x: Tensor) -> Tensor:
+        large.add_(x.sum().item())
+        return x * 2
+
+    graphed = graphify(step, buckets=[4], backend=backend)
+    with pytest.raises(CaptureError, match="read on the host"):
+        graphed(torch.ones(3, 3, device=device))
+    assert large[0] == 0
 
 
 def test_a_number_that_is_a_size(backend: str, device: torch.device) -> None:
