@@ -679,7 +679,8 @@ class Life:
         try:
             for _ in range(self.options.warmup - entry.warmed):
                 self._rehearse_run(entry, call)
-        except TooLargeError:
+        except TooLargeError as error:
+            alone(error)
             raise self._too_large() from None
         if entry.refusal is not None:
             return
@@ -687,7 +688,8 @@ class Life:
             with trial(backend, device, self.survey(call), self.known_generators()) as log:
                 log.spares = lambda: entry.whole
                 self._make_graph(entry, call, log)
-        except TooLargeError:
+        except TooLargeError as error:
+            alone(error)
             raise self._too_large() from None
         except NeedsGradError:
             entry.refusal = _GRAD

@@ -29,7 +29,7 @@ from ._trial import is_large, trial
 from ._trust import Proof, padding_error, remedy, untried
 from ._undo import TooLargeError, UndoLog
 from ._watch import Watch, watching
-from .errors import PaddingError
+from .errors import PaddingError, alone
 
 __all__ = ["prove"]
 
@@ -86,8 +86,8 @@ def prove(
     prover = _Prover(life, device, call, fit, fills, state=check is True)
     try:
         return _proved(prover, check)
-    except TooLargeError:
-        pass
+    except TooLargeError as error:
+        alone(error)
     prover.check_offences()  # what can never be captured is said also where a run ends early
     return untried()
 
