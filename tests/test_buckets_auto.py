@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from graphify._auto import Shapes, Watcher
 from graphify._axes import Axes
@@ -17,6 +17,8 @@ from graphify._signature import specs_of
 from graphify._specification import specification
 from graphify.buckets import Bucket
 from graphify.errors import InputError
+
+few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
 NAMES = ("tokens", "mask", "x")
 
@@ -222,6 +224,7 @@ def families(draw: st.DrawFn) -> tuple[tuple[str, ...], list[Shapes]]:
 
 
 class TestProperties:
+    @few
     @given(families())
     def test_a_proposal_fits_every_call_it_was_made_from(
         self, family: tuple[tuple[str, ...], list[Shapes]]
@@ -240,6 +243,7 @@ class TestProperties:
             assert fitted is not None
             assert all(f < 2 * max(n, low, 1) for f, n, low in zip(fitted, live, least, strict=True))
 
+    @few
     @given(families())
     def test_exactly_what_varies_is_bucketed(self, family: tuple[tuple[str, ...], list[Shapes]]) -> None:
         """A dimension is in the plan if it took two values, and in one axis with all that were always equal."""
@@ -255,6 +259,7 @@ class TestProperties:
 
         assert sorted(map(sorted, found)) == sorted(map(sorted, expected))
 
+    @few
     @given(families())
     def test_the_text_can_be_pasted(self, family: tuple[tuple[str, ...], list[Shapes]]) -> None:
         """What is printed is the proposal, as an explicit option."""
@@ -263,6 +268,7 @@ class TestProperties:
         if proposal is not None:
             assert specification(pasted(watcher), NAMES) == proposal
 
+    @few
     @given(families())
     def test_ranges_are_the_axes(self, family: tuple[tuple[str, ...], list[Shapes]]) -> None:
         """There is one line per size that varies."""

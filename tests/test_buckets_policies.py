@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from graphify._axes import Axes
 from graphify._signature import specs_of
@@ -20,6 +20,8 @@ from graphify._specification import Specification, specification
 from graphify._tree import tree_of
 from graphify.buckets import Bucket
 from graphify.errors import InputError
+
+few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
 BATCH = Bucket("batch", [1, 2, 4, 8])
 SEQ = Bucket.powers_of_two("seq", 16, 128)
@@ -84,6 +86,7 @@ class TestBucket:
         assert BATCH.fit(0) == 1
         assert Bucket("s", [16, 32]).fit(0) == 16
 
+    @few
     @given(size_lists, st.integers(0, 6000))
     def test_fit_is_the_smallest_that_holds(self, sizes: list[int], size: int) -> None:
         """No smaller bucket would do, and above the largest there is none."""
@@ -91,6 +94,7 @@ class TestBucket:
 
         assert Bucket("s", sizes).fit(size) == min(fitting, default=None)
 
+    @few
     @given(size_lists)
     def test_repr_is_code(self, sizes: list[int]) -> None:
         """What is printed can be pasted."""
@@ -109,6 +113,7 @@ class TestBucket:
         assert repr(bucket) == text
         assert eval(text) == bucket
 
+    @few
     @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 300))
     def test_policies_hold_their_ends(self, one: int, other: int, step: int) -> None:
         """Policies make sorted sizes between the ends, and both ends are sizes."""
@@ -122,6 +127,7 @@ class TestBucket:
             assert bucket.largest == high
             assert bucket.sizes[0] == (1 if bucket.name == "batch" else low)
 
+    @few
     @given(st.integers(1, 10**6))
     def test_decode_wastes_little(self, size: int) -> None:
         """Above 8 rows a bucket is at most 7 rows or a sixteenth too large."""
@@ -553,6 +559,7 @@ class Shaped:
 
 
 class TestProperties:
+    @few
     @given(plans())
     def test_padding_fits_and_is_stable(self, case: tuple[Axes, list[tuple[int, ...]]]) -> None:
         """Padded shapes hold the live ones, have bucket sizes, and are their own padding."""
@@ -569,6 +576,7 @@ class TestProperties:
             for dim, (old, new) in enumerate(zip(before, after, strict=True)):
                 assert new >= old if (leaf, dim) in bucketed else new == old
 
+    @few
     @given(plans())
     def test_generated_code_says_what_the_slow_way_says(
         self, case: tuple[Axes, list[tuple[int, ...]]]
@@ -578,6 +586,7 @@ class TestProperties:
 
         assert plan.live([Shaped(shape) for shape in shapes]) == plan.sizes(shapes)
 
+    @few
     @given(plans(), st.data())
     def test_any_disagreement_is_found(
         self, case: tuple[Axes, list[tuple[int, ...]]], data: st.DataObject
@@ -600,6 +609,7 @@ class TestProperties:
             plan.live([Shaped(shape) for shape in shapes])
         assert str(fast.value) == str(slow.value)
 
+    @few
     @given(plans(), st.data())
     def test_too_large_never_fits(
         self, case: tuple[Axes, list[tuple[int, ...]]], data: st.DataObject
@@ -610,6 +620,7 @@ class TestProperties:
 
         assert (plan.fit(live) is None) == (plan.above(live) is not None)
 
+    @few
     @given(st.lists(st.sets(st.integers(1, 50), min_size=1, max_size=5).map(sorted), min_size=1, max_size=3))
     def test_grid_is_complete_and_ordered(self, sizes: list[list[int]]) -> None:
         """Every combination is there once, and none after a smaller one."""
@@ -620,6 +631,7 @@ class TestProperties:
         assert len(found) == plan.count
         assert all(math.prod(a) >= math.prod(b) for a, b in itertools.pairwise(found))
 
+    @few
     @given(
         st.dictionaries(
             st.sampled_from(NAMES), st.dictionaries(st.integers(-3, 3), size_lists, min_size=1), min_size=1

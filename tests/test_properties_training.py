@@ -18,6 +18,7 @@ def test_random_programs_train_as_in_eager_or_refuse_loudly(backend: str, device
     """Results, gradients, parameters, buffers, random streams: as eager leaves them after any training, or an error."""
     tally = Tally()
 
+    @settings(max_examples=max(20, settings.default.max_examples * 2 // 5))
     @given(cases(device.type))
     def run(case: Case) -> None:
         check(case, tally, backend, device)
