@@ -607,3 +607,22 @@ class TestArgumentsByReference:
             assert torch.equal(graphed(x, small, large), x)
 
         assert set(places) == {large.data_ptr()}
+
+
+def test_b07_padding_keeps_nothing_of_earlier_calls(backend: str, device: torch.device) -> None:
+    """Rows behind a smaller batch are padding, not NaN of the batch before; what reads them is refused."""
+    weight = torch.randn(3, 3, device=device)
+    rows = graphify(lambda x: torch.relu(x @ weight), buckets=[4, 8], backend=backend)
+    summed = graphify(lambda x: x.sum(0), buckets=[4, 8], pad=0, backend=backend)
+    norm = nn.BatchNorm1d(3).to(device)
+    with torch.no_grad():
+        for _ in range(3):
+            rows(torch.full((8, 3), torch.nan, device=device))
+            summed(torch.full((8, 3), torch.nan, device=device))
+            x = torch.randn(5, 3, device=device)
+            assert torch.allclose(rows(x), torch.relu(x @ weight), atol=1e-6)
+            assert torch.allclose(summed(x), x.sum(0), atol=1e-6)
+        for wrong in (lambda x: x.mean(0), norm):
+            with pytest.raises(PaddingError, match="depends on"):
+                graphify(wrong, buckets=[4, 8], backend=backend)(torch.randn(5, 3, device=device))
+    assert norm.num_batches_tracked == 0
