@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,37 +13,37 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ._auto import Watcher
 from ._autograd import Patterns
-from ._code import Executed, names_of, user_frame
+from ._code import Executed, names_of
 from ._entry import Entry, Refusal, Table, host_value
-from ._gate import Gate, close_gates
+from ._gate import close_gates
 from ._graph import Call, Graph, Order, Setting
 from ._guards import Guard
+from ._habits import Habits
 from ._instances import MOST, Instances, graphs_of
 from ._layout import family_key
 from ._lifted import numbers_of
 from ._numbers import Numbers
 from ._optimizers import UnbuiltError, refusal_of, refused_code, steps
 from ._options import Options
+from ._plain import Plain
 from ._record import NeedsGradError, Recorded, has_gradients, record
 from ._results import TangledError
-from ._signature import Signature, TensorSpec, explain, likeness, refusal, specs_of
+from ._signature import TensorSpec, refusal, specs_of
 from ._specification import root_of
 from ._survey import Survey
-from ._tree import Tree, tensors_of, tree_of
+from ._tree import tensors_of, tree_of
 from ._trial import Snapshot, is_large, trial
 from ._undo import TooLargeError, UndoLog
 from ._verdicts import given_history, host_reads, other_place, replaced_argument
 from ._verify import Verified, Verifier
 from ._watch import Watch, watching
-from .errors import CaptureError, GraphifyWarning, InputError, alone
+from .errors import CaptureError, InputError, alone
 
 __all__ = ["Life"]
 
 log = logging.getLogger("graphify")
 
-_QUIET = frozenset({"cpu", "disabled", "nested", "compiling", "functorch", "mode", "evicted"})
 _GRAD = Refusal(
     "grad",
     advice="its results need gradients in some calls of one kind and in others not: detach them, or call it under "
@@ -55,11 +54,8 @@ _TANGLED = Refusal(
     advice="its results need gradients and are views that cannot be taken of a copy: return the whole tensor, "
     "and take the views outside",
 )
-_MANY_VALUES = 8
 _MANY_ENTRIES = 1024
 _RETRIES = 3
-_FEW_SCALARS = 4
-_MANY_SIZES = 16
 
 
 class Life:
@@ -72,21 +68,14 @@ class Life:
         self.executed = Executed()
         self.generators: dict[int, torch.Generator] = {}
         self.counts: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
+        self.plain = Plain(setting, options.fallback, self.counts)
+        self.habits = Habits(self.plain.say, options.static_args)
         self.ready: list[Entry] = []
         self.retired_replays = 0
         self.sealed = False
         self._clock = itertools.count(1)
         self._entries: dict[int, Entry] = {}
-        self._seen_values: dict[tuple[Any, ...], set[Any]] = {}
-        self._rebinds: Counter[str] = Counter()
-        self._said: set[str] = set()
-        self._lost = 0
-        self._scalars: dict[Any, set[tuple[Any, ...]]] = {}
-        self._scalars_are_read = False
         self._numbers = Numbers()
-        self._watchers: dict[Any, Watcher] = {}
-        self._gates: weakref.WeakValueDictionary[tuple[int, ...], Gate] = weakref.WeakValueDictionary()
 
     # -- finding
 
@@ -145,11 +134,10 @@ class Life:
             return
         log.info("%s: %s", self.setting.name, miss)
         if not miss.moved:
-            self._count_value(("place", miss.place, miss.name), miss.now, miss.name)
+            self.habits.count_value(("place", miss.place, miss.name), miss.now, miss.name)
             return
         if entry.graph is not None:
-            idle = entry.graph.uses == 0
-            self._rebinds[miss.name] = self._rebinds[miss.name] + 1 if idle else 0
+            self.habits.rebound(miss.name, idle=entry.graph.uses == 0)
         self.forget(entry)
 
     def _new(self, table: Table, key: Any, call: Call) -> Entry:
@@ -161,7 +149,7 @@ class Life:
             self._expect(entry, call, hosts)
         self._stay(entry, call)
         self._watch_opaque(entry, call)
-        self._count_tokens(table, key)
+        self.habits.count_tokens(table, key)
         table.add(entry)
         entry.used = next(self._clock)
         self._entries[id(entry)] = entry
@@ -190,9 +178,8 @@ class Life:
 
     def _expect(self, entry: Entry, call: Call, hosts: list[int]) -> None:
         """A host scalar is a value, until it has shown so many that it is better staged as a tensor."""
-        seen = self._scalars.setdefault((id(entry.tree), entry.key), set())
-        seen.add(tuple(host_value(call.tensors[i]) for i in hosts))
-        if len(seen) <= _FEW_SCALARS or self._scalars_are_read:
+        values = tuple(host_value(call.tensors[i]) for i in hosts)
+        if not self.habits.many_scalars(entry, values):
             entry.expect(call.tensors, hosts)
             return
         entry.staged = frozenset(hosts)
@@ -207,17 +194,7 @@ class Life:
             return
         entry.stay(call.tensors, leaves)
         for i in leaves:
-            self._count_address(call.tree.tensor_paths[i], call.tensors[i])
-
-    def _count_address(self, path: str, tensor: Tensor) -> None:
-        seen = self._seen_values.setdefault(("address", path), set())
-        seen.add(tensor.data_ptr())
-        if len(seen) == _MANY_VALUES:
-            self.say(
-                f"addresses of {path}",
-                f"has seen `{path}` at {_MANY_VALUES} addresses, and has a graph for each: keep one tensor, or take"
-                " it out of `static_args`",
-            )
+            self.habits.count_address(call.tree.tensor_paths[i], call.tensors[i])
 
     def _watch_opaque(self, entry: Entry, call: Call) -> None:
         """An opaque argument is compared by identity: its entries die with it."""
@@ -232,14 +209,10 @@ class Life:
             entry.opaque.append(weakref.ref(value, gone))
 
     def _outlive(self, entry: Entry) -> None:
-        self._lost += entry.graph is None
+        without_graph = entry.graph is None
         self.forget(entry)
-        if self._lost == _RETRIES:
-            paths = ", ".join(f"`{entry.tree.const_paths[i]}`" for i in entry.tree.opaque)
-            self.say(
-                "opaque",
-                f"{paths} is a new object at each call, so no call is ever captured: keep one object",
-            )
+        if without_graph:
+            self.habits.lose(entry)
 
     # -- advancing
 
@@ -248,12 +221,12 @@ class Life:
         if entry.refusal is None:
             entry.refusal = self._too_often(entry)
         if entry.refusal is not None:
-            return self.refuse(entry.refusal, call)
+            return self.plain.refuse(entry.refusal, call)
         if self.sealed and entry.graph is None:
-            return self.missed(entry, call)
+            return self.plain.missed(entry, call, self.ready)
         if entry.wait > 0:
             entry.wait -= 1
-            return self.eagerly("evicted", call)
+            return self.plain.run("evicted", call)
         with self.setting.pool.lock:
             if entry.graph is not None:
                 return entry.graph(call.tensors, call.values)
@@ -262,87 +235,11 @@ class Life:
             return self._record(entry, call)
 
     def _too_often(self, entry: Entry) -> Refusal | None:
-        """Why no graph is worth it: something that a graph must take as fixed changes again and again."""
-        if self._numbers.refusal() is not None:
-            return self._numbers.refusal()
-        if self._watchers and (sizes := self._unsettled(entry)) is not None:
-            return sizes
-        for name, times in self._rebinds.items() if entry.warmed >= self.options.warmup else ():
-            if times >= _RETRIES:
-                return Refusal(
-                    "rebound",
-                    advice=f"`{name}` is re-bound to another tensor again and again, and a graph reads fixed "
-                    "memory: write into one tensor with `copy_`, or pass it as an argument",
-                )
-        return None
-
-    def missed(self, entry: Entry, call: Call) -> Any:
-        """Run a call that no graph was captured for before the wrapper was sealed, and log what is new about it."""
-        here = Signature(entry.tree, *entry.key)
-        known = [Signature(e.tree, *e.key) for e in self.ready]
-        nearest = max(known, key=lambda there: likeness(here, there), default=None)
-        why = "nothing was captured" if nearest is None else explain(here, nearest)
-        log.warning("%s: sealed, and no graph fits: %s", self.setting.name, why)
-        return self.eagerly("sealed", call)
-
-    def _unsettled(self, entry: Entry) -> Refusal | None:
-        """Sizes that never settle end in few graphs, not in one per call."""
-        family = _family(entry.tree, [shape for shape, *_ in entry.key[2]])
-        watcher = self._watchers.get(family)
-        if watcher is None or watcher.exact_pays:
-            return None
-        alike = [e for e in self.ready if _family(e.tree, [shape for shape, *_ in e.key[2]]) == family]
-        if len(alike) < _MANY_SIZES:
-            return None
-        return Refusal(
-            "sizes",
-            advice=f"{'; '.join(watcher.ranges())}: a graph per size does not pay, and no more than {_MANY_SIZES} are"
-            ' captured while most sizes are new. Write `buckets="auto"`, or name the sizes in `buckets`',
-        )
-
-    def watcher(self, table: Table, shapes: Sequence[Sequence[int]]) -> Watcher:
-        """What is known of the sizes of calls like this one."""
-        family = _family(table.tree, shapes)
-        if family not in self._watchers:
-            self._watchers[family] = Watcher(table.tree.tensor_paths, self.options.static_args)
-        return self._watchers[family]
-
-    def see(self, table: Table, specs: Sequence[tuple[Any, ...]]) -> None:
-        """Note the sizes of a call whose sizes are not declared."""
-        shapes = tuple(shape for shape, *_ in specs)
-        if None not in shapes:  # as those of a tensor that is refused
-            self.watcher(table, shapes).see(shapes)
-
-    def refuse(self, refused: Refusal, call: Call) -> Any:
-        """Make the result of a call that is not captured, or raise why it cannot be."""
-        if refused.error is not None and self.options.fallback == "raise":
-            raise refused.error.with_traceback(None)
-        self._say_refused(refused)
-        return self.eagerly(refused.reason, call)
-
-    def _say_refused(self, refused: Refusal) -> None:
-        if refused.error is not None:
-            self.say(refused.reason, f"runs eagerly from now on for this kind of call: {refused.error}")
-        elif refused.advice:
-            self.say(refused.reason, f"runs eagerly: {refused.advice}")
-
-    def eagerly(self, reason: str, call: Call) -> Any:
-        """Make the result by the plain function."""
-        result = self.setting.run(call.values)
-        self.count_eager(reason)
-        return result
-
-    def count_eager(self, reason: str) -> None:
-        """Count one plain call."""
-        self.counts["eager"] += 1
-        self.reasons[reason] += 1
-        self._note_beside()
-
-    def _note_beside(self) -> None:
-        """A call that was not replayed adds to the gradients of the same leaves on its own."""
-        if torch.is_grad_enabled():
-            for gate in self._gates.values():
-                gate.beside = True
+        number = self._numbers.refusal()
+        if number is not None:
+            return number
+        warm = entry.warmed >= self.options.warmup
+        return self.habits.refusal(entry, self.ready, warm=warm)
 
     def _warm_up(self, entry: Entry, call: Call) -> Any:
         """Run for real, on the capture stream, and learn what a capture would meet."""
@@ -359,7 +256,7 @@ class Life:
         self._learn(entry, call, watch, result, found)
         if entry.refusal is not None and entry.refusal.error is not None:
             if before is None:
-                self._say_refused(entry.refusal)
+                self.plain.say_refused(entry.refusal)
             # A tensor's history cannot be put back, nor large memory: then this call stands, and the next is refused.
             elif not before.log.skipped and not watch.renewed(call.tensors):
                 before.undo()
@@ -368,7 +265,7 @@ class Life:
                 entry.trust(Guard(survey, outside=(), written=set(), device=watch.device))
                 raise entry.refusal.error
         self.counts["warmups"] += 1
-        self._note_beside()
+        self.plain.note_beside()
         return result
 
     def survey(self, call: Call) -> Survey:
@@ -440,7 +337,7 @@ class Life:
         def refuse(error: CaptureError) -> None:
             alive = life()
             if alive is not None:
-                alive.refuse_backward(error)
+                alive.plain.refuse_backward(error)
 
         def recorded() -> None:
             alive = life()
@@ -453,13 +350,7 @@ class Life:
                 alive.make_way()
 
         generators = self.generators
-        return Patterns(lambda: list(generators.values()), refuse, recorded, make_way, self._gates)
-
-    def refuse_backward(self, error: CaptureError) -> None:
-        """A backward that cannot be recorded: raised, or said once and run live from then on."""
-        if self.options.fallback == "raise":
-            raise error.with_traceback(None)
-        self.say("backward", f"runs its backward eagerly from now on: {error}")
+        return Patterns(lambda: list(generators.values()), refuse, recorded, make_way, self.plain.gates)
 
     def _record(self, entry: Entry, call: Call) -> Any:
         again = False
@@ -484,7 +375,7 @@ class Life:
             return self._once_more(entry, call)
         if entry.graph is None:
             assert entry.refusal is not None
-            return self.refuse(entry.refusal, call)
+            return self.plain.refuse(entry.refusal, call)
         result = self._replay_first(graphs_of(entry.graph)[0], call, take_back)
         self._verify_first(entry)
         self.counts["captures"] += 1
@@ -499,7 +390,7 @@ class Life:
         times = self.options.verified
         if times and entry.large:
             text = "is not verified: it writes tensors above 256 MiB, of which no copy is made"
-            self.say("verify", text)
+            self.plain.say("verify", text)
         elif times:
             verifier = Verifier(
                 self.setting,
@@ -546,7 +437,7 @@ class Life:
         entry.built += 1
         if entry.built > _RETRIES:
             entry.refusal = _GRAD
-            return self.refuse(_GRAD, call)
+            return self.plain.refuse(_GRAD, call)
         return self._warm_up(entry, call)
 
     def make_way(self) -> None:
@@ -566,7 +457,7 @@ class Life:
     def _note_failure(self, entry: Entry, error: Exception) -> None:
         """After the user's own error the signature starts again, but not for ever."""
         entry.warmed = 0
-        self._rebinds.clear()
+        self.habits.forget_rebinds()
         entry.evictions += 1
         entry.wait = 2**entry.evictions - 2
         log.info("%s: recording failed with %r", self.setting.name, error)
@@ -606,7 +497,7 @@ class Life:
     def _give_way(self, entry: Entry, call: Call) -> bool:
         """Whether something that was to be a tensor can be a value instead: the code reads it on the host."""
         if entry.staged:
-            self._scalars_are_read = True
+            self.habits.scalars_are_read = True
             entry.expect(call.tensors, entry.staged)
             return True
         return self._numbers.give_up(entry.numbers)
@@ -658,7 +549,7 @@ class Life:
                 self._verify(entry, graph)
                 self.counts["captures"] += 1
                 return result
-        return self.eagerly("instances", call)
+        return self.plain.run("instances", call)
 
     def rehearse(self, entry: Entry, call: Call, like: Entry | None = None) -> None:
         """Record ahead of time: warm-ups and the capture leave no trace.
@@ -784,50 +675,10 @@ class Life:
         for entry in list(self._entries.values()):
             self.forget(entry)
         self.tables.clear()
-        self._rebinds.clear()
+        self.habits.forget_rebinds()
         self.setting.flats.clear()
         self.sealed = False
         self.setting.pool.forget()
-
-    # -- speaking
-
-    def say(self, reason: str, text: str) -> None:
-        """Warn once per reason, at the user's own line."""
-        if reason in self._said or reason in _QUIET:
-            return
-        self._said.add(reason)
-        frame, message = user_frame(), f"`{self.setting.name}` {text}"
-        log.warning(message)
-        if frame is None:
-            warnings.warn(message, GraphifyWarning, stacklevel=2)
-        else:
-            registry = frame.f_globals.setdefault("__warningregistry__", {})
-            warnings.warn_explicit(
-                message, GraphifyWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry
-            )
-
-    def _count_tokens(self, table: Table, key: Any) -> None:
-        for i, (path, token) in enumerate(zip(table.tree.const_paths, key[1], strict=True)):
-            if i not in table.tree.opaque:
-                self._count_value((id(table), path), token, path)
-
-    def _count_value(self, where: tuple[Any, ...], value: Any, name: str) -> None:
-        """Many values of one number are the sign of a number that should be a tensor."""
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            return
-        seen = self._seen_values.setdefault(where, set())
-        if len(seen) < _MANY_VALUES:
-            seen.add(value)
-        if len(seen) == _MANY_VALUES:
-            self.say(
-                f"values of {name}",
-                f"has seen {_MANY_VALUES} values of `{name}`; each is baked into a graph of its own: pass it as a tensor",
-            )
-
-
-def _family(tree: Tree, shapes: Sequence[Sequence[int]]) -> tuple[Tree, tuple[int, ...]]:
-    """What calls have in common that differ in sizes only."""
-    return tree, tuple(map(len, shapes))
 
 
 def _label(call: Call) -> str:

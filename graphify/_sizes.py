@@ -149,7 +149,7 @@ class Sizes:
     def _lay(self, table: Table, tensors: Sequence[Tensor]) -> None:
         """Lay buckets over sizes that vary, and lay them anew when a call does not fit."""
         family = (table.tree, tuple(t.dim() for t in tensors))
-        watcher = self.life.watcher(table, [t.shape for t in tensors])
+        watcher = self.life.habits.watcher(table, [t.shape for t in tensors])
         if family in self._unsafe or (family not in self._laid and watcher.exact_pays):
             return
         if family in self._laid and self._holds(self._axes[family], tensors):
@@ -159,7 +159,7 @@ class Sizes:
             self._laid[family] = found
             self._axes.pop(family, None)
             table.forget_sizes()
-            self.life.say(
+            self.life.plain.say(
                 "auto",
                 f"{'; '.join(watcher.ranges())}: such calls share graphs from now on, as with\n{found}",
             )
@@ -192,21 +192,21 @@ class Sizes:
         if not isinstance(entry, Sized):
             return self.life.advance(entry, call)
         if entry.refusal is not None:
-            return self.life.refuse(entry.refusal, call)
+            return self.life.plain.refuse(entry.refusal, call)
         with self.life.setting.pool.lock:
             bucket = self.bucket_of(entry, call)
             if self.life.sealed and bucket.graph is None:
-                return self.life.missed(bucket, call)
+                return self.life.plain.missed(bucket, call, self.life.ready)
             if bucket.refusal is None:
                 self._learn(entry, bucket, call)
             if bucket.refusal is not None:
-                return self.life.refuse(bucket.refusal, call)
+                return self.life.plain.refuse(bucket.refusal, call)
             conflict = self._conflict(bucket, call)
             if conflict is not None:
-                return self.life.refuse(conflict, call)
+                return self.life.plain.refuse(conflict, call)
             if bucket.wait > 0:
                 bucket.wait -= 1
-                return self.life.eagerly("evicted", call)
+                return self.life.plain.run("evicted", call)
             as_is = entry.fit.is_as_is(call.tensors)
             ways = None if as_is else self._ways(entry, bucket, call)
             if ways is None and not as_is:
@@ -366,7 +366,7 @@ class Sizes:
         proof: Proof | None = bucket.proof
         assert proof is not None
         if proof.lived is None:
-            result, cuts = self.life.eagerly("cut", call), proof.cuts
+            result, cuts = self.life.plain.run("cut", call), proof.cuts
             teach(cuts, entry.fit.live, tensors_of(result), call.tensors, lambda i, _: cuts[i].is_outside())
             return result
         if foresees(proof, entry.fit, call):

@@ -42,7 +42,7 @@ def at_exact_size(life: Life, bucket: Entry, fit: Fit, call: Call) -> Any:
         result, touched, is_outside = _watched(life, bucket, call)
     else:
         cuts, touched = proof.cuts, proof.touched
-        result, is_outside = life.eagerly("cut", call), lambda i, _: cuts[i].is_outside()
+        result, is_outside = life.plain.run("cut", call), lambda i, _: cuts[i].is_outside()
     roots = (result,)
     tree = tree_of(roots, ["output"])
     found = tree.unpack(roots)
@@ -72,7 +72,7 @@ def _watched(
     watch = Watch(device, given=call.tensors)
     with backend.scope(device, aside=False), watching(watch, backend.listen):
         result = life.setting.run(call.values)
-    life.count_eager("cut")
+    life.plain.count("cut")
     offence = life.offence(watch, ())
     if offence is not None:  # said before the next call has done anything
         bucket.refusal = Refusal("uncapturable", offence)

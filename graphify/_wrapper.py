@@ -114,7 +114,7 @@ class Runner:
 
     def _plain(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self.target(*args, **kwargs)
-        self._life.count_eager(reason)
+        self._life.plain.count(reason)
         return result
 
     def _table_for(self, values: tuple[Any, ...]) -> Table | None:
@@ -124,7 +124,7 @@ class Runner:
         except InputError as error:
             if self.options.fallback == "raise":
                 raise
-            self._life.say("input", f"runs eagerly: {error}")
+            self._life.plain.say("input", f"runs eagerly: {error}")
             return None
         self._table = table
         return table
@@ -141,7 +141,7 @@ class Runner:
         key = (self._ambient(), tokens, table.specs(tensors), overlap(tensors))
         with self._pool.lock:
             if self._watched:
-                self._life.see(table, key[2])
+                self._life.habits.see(table, key[2])
             entry = self._ways.find(table, key, tensors, values)
             if entry.graph is not None:
                 self._expect(entry, tensors)
@@ -170,7 +170,7 @@ class Runner:
             replays=replays,
             recordings=counts["recordings"],
             evictions=counts["evictions"],
-            reasons=life.reasons.copy(),
+            reasons=life.plain.reasons.copy(),
             **made,
         )
 
