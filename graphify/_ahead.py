@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ._entries import Entries
 from ._entry import Entry, Table
 from ._graph import Call
 from ._instances import graphs_of
@@ -100,10 +101,10 @@ def estimated(captured: CapturedBuckets, count: int) -> int:
     return max(first, _LEAST) + (count - 1) * max([*rest, _LEAST])
 
 
-def static_input(life: Life, name: str) -> Tensor:
+def static_input(entries: Entries, name: str) -> Tensor:
     """The static input of one argument, the largest where buckets share its memory."""
     path, found, names = same_path(name), dict[int, Tensor](), set[str]()
-    for entry in life.ready:
+    for entry in entries.ready:
         names.update(entry.tree.tensor_paths)
         for graph in graphs_of(entry.graph):
             for leaf, static in zip(
@@ -115,9 +116,9 @@ def static_input(life: Life, name: str) -> Tensor:
     if len(found) != 1:
         what, known_names = f"{len(found) or 'no'} static inputs", ", ".join(sorted(names)) or "nothing yet"
         raise ValueError(
-            f"buffer: `{life.setting.name}` has {what} for {name!r}; captured are: {known_names}"
+            f"buffer: `{entries.setting.name}` has {what} for {name!r}; captured are: {known_names}"
         )
-    life.lend_input(path)
+    entries.lend_input(path)
     return next(iter(found.values())).detach()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections import Counter
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 
 from ._autograd import Patterns
 from ._code import Executed, names_of
+from ._entries import Entries
 from ._entry import Entry, Refusal, Table, host_value
 from ._gate import close_gates
 from ._graph import Call, Graph, Order, Setting
@@ -29,10 +29,10 @@ from ._options import Options
 from ._plain import Plain
 from ._record import NeedsGradError, Recorded, has_gradients, record
 from ._results import TangledError
-from ._signature import TensorSpec, refusal, specs_of
+from ._signature import TensorSpec, refusal
 from ._specification import root_of
 from ._survey import Survey
-from ._tree import tensors_of, tree_of
+from ._tree import tensors_of
 from ._trial import Snapshot, is_large, trial
 from ._undo import TooLargeError, UndoLog
 from ._verdicts import given_history, host_reads, other_place, replaced_argument
@@ -54,7 +54,6 @@ _TANGLED = Refusal(
     advice="its results need gradients and are views that cannot be taken of a copy: return the whole tensor, "
     "and take the views outside",
 )
-_MANY_ENTRIES = 1024
 _RETRIES = 3
 
 
@@ -62,28 +61,16 @@ class Life:
     """All entries of one wrapper, and what its calls taught about the code behind it."""
 
     def __init__(self, setting: Setting, options: Options, names: Sequence[str]) -> None:
-        self.setting, self.options, self.names = setting, options, names
-        setting.pool.join(self)
-        self.tables: dict[Any, Table] = {}
+        self.setting, self.options = setting, options
         self.executed = Executed()
         self.generators: dict[int, torch.Generator] = {}
         self.counts: Counter[str] = Counter()
         self.plain = Plain(setting, options.fallback, self.counts)
         self.habits = Habits(self.plain.say, options.static_args)
-        self.ready: list[Entry] = []
-        self.retired_replays = 0
-        self.sealed = False
-        self._clock = itertools.count(1)
-        self._entries: dict[int, Entry] = {}
+        self.entries = Entries(setting, options, names, self.counts)
         self._numbers = Numbers()
 
     # -- finding
-
-    def table_for(self, values: tuple[Any, ...]) -> Table:
-        """The table of calls with this structure; InputError for what no signature can hold."""
-        tree = tree_of(values, self.names)
-        # One step, for threads that call at once: two tables would capture everything twice.
-        return self.tables.setdefault(tree.spec, Table(tree, specs_of(len(tree.tensor_paths))))
 
     def recent(self, table: Table, tensors: Sequence[Tensor]) -> Entry | None:
         """Nothing: sizes are no key where they are not declared."""
@@ -93,7 +80,7 @@ class Life:
         sibling = None
         for entry in list(table.entries.get(key, ())):
             if entry.fits(tensors) or (self._lift(entry) and entry.fits(tensors)):
-                entry.used = next(self._clock)
+                self.entries.touch(entry)
                 return entry
             sibling = entry if entry.meets_other_gradients() else sibling
             self._note_miss(entry)
@@ -113,19 +100,17 @@ class Life:
             entry.release(place)
             changed = True
         if changed and entry.graph is not None:
-            self.discard(entry)
+            self.entries.discard(entry)
         return changed
 
     def alike(self, entry: Entry) -> Entry | None:
         """A recorded entry that differs in sizes only, where code that was compiled for its sizes cannot matter."""
         if self.executed.everything:
             return None
-        found = (e for e in self.ready if e.tree == entry.tree and e.key[:2] == entry.key[:2] and e.holds())
+        found = (
+            e for e in self.entries.ready if e.tree == entry.tree and e.key[:2] == entry.key[:2] and e.holds()
+        )
         return next((e for e in found if e.patterns is None and e.device == entry.device), None)
-
-    def touch(self, entry: Entry) -> None:
-        """Note that a call used this entry."""
-        entry.used = next(self._clock)
 
     def _note_miss(self, entry: Entry) -> None:
         """Forget an entry whose tensors have moved: its graph would read memory that is no longer meant."""
@@ -138,7 +123,7 @@ class Life:
             return
         if entry.graph is not None:
             self.habits.rebound(miss.name, idle=entry.graph.uses == 0)
-        self.forget(entry)
+        self.entries.forget(entry)
 
     def _new(self, table: Table, key: Any, call: Call) -> Entry:
         device, hosts, refused = self.placement(call)
@@ -150,11 +135,7 @@ class Life:
         self._stay(entry, call)
         self._watch_opaque(entry, call)
         self.habits.count_tokens(table, key)
-        table.add(entry)
-        entry.used = next(self._clock)
-        self._entries[id(entry)] = entry
-        if len(self._entries) > _MANY_ENTRIES:
-            self._trim()
+        self.entries.add(table, entry)
         return entry
 
     def placement(self, call: Call) -> tuple[torch.device | None, list[int], Refusal | None]:
@@ -202,15 +183,16 @@ class Life:
 
         def gone(_: Any) -> None:
             alive = life()
-            if alive is not None and number in alive._entries:
-                alive._outlive(alive._entries[number])
+            known = alive.entries.get(number) if alive is not None else None
+            if alive is not None and known is not None:
+                alive._outlive(known)
 
         for _, value in call.opaque():
             entry.opaque.append(weakref.ref(value, gone))
 
     def _outlive(self, entry: Entry) -> None:
         without_graph = entry.graph is None
-        self.forget(entry)
+        self.entries.forget(entry)
         if without_graph:
             self.habits.lose(entry)
 
@@ -222,8 +204,8 @@ class Life:
             entry.refusal = self._too_often(entry)
         if entry.refusal is not None:
             return self.plain.refuse(entry.refusal, call)
-        if self.sealed and entry.graph is None:
-            return self.plain.missed(entry, call, self.ready)
+        if self.entries.sealed and entry.graph is None:
+            return self.plain.missed(entry, call, self.entries.ready)
         if entry.wait > 0:
             entry.wait -= 1
             return self.plain.run("evicted", call)
@@ -239,7 +221,7 @@ class Life:
         if number is not None:
             return number
         warm = entry.warmed >= self.options.warmup
-        return self.habits.refusal(entry, self.ready, warm=warm)
+        return self.habits.refusal(entry, self.entries.ready, warm=warm)
 
     def _warm_up(self, entry: Entry, call: Call) -> Any:
         """Run for real, on the capture stream, and learn what a capture would meet."""
@@ -347,7 +329,7 @@ class Life:
         def make_way() -> None:
             alive = life()
             if alive is not None:
-                alive.make_way()
+                alive.entries.make_way()
 
         generators = self.generators
         return Patterns(lambda: list(generators.values()), refuse, recorded, make_way, self.plain.gates)
@@ -369,7 +351,7 @@ class Life:
         except Exception as error:
             self._note_failure(entry, error)
             if self.setting.backend.is_oom(error):
-                self.make_way()
+                self.entries.make_way()
             raise
         if again:  # out here, where no traceback keeps what the run made
             return self._once_more(entry, call)
@@ -440,20 +422,6 @@ class Life:
             return self.plain.refuse(_GRAD, call)
         return self._warm_up(entry, call)
 
-    def make_way(self) -> None:
-        """Memory ran out: let the pool go with all its graphs, since one of them alone would free nothing."""
-        with self.setting.pool.lock:
-            self.setting.pool.drop()
-            self.setting.backend.reclaim()
-        log.info("%s: out of memory: all graphs of its pool are dropped", self.setting.name)
-
-    def let_go(self) -> None:
-        """Drop all graphs, and keep what is known of the calls."""
-        self.counts["evictions"] += len(self.ready)
-        for entry in list(self.ready):
-            self.discard(entry)
-        self.setting.flats.clear()
-
     def _note_failure(self, entry: Entry, error: Exception) -> None:
         """After the user's own error the signature starts again, but not for ever."""
         entry.warmed = 0
@@ -469,11 +437,11 @@ class Life:
         except Exception as error:
             if not self.setting.backend.is_oom(error):
                 raise
-        self.make_way()  # out here, where no traceback keeps what the run made
+        self.entries.make_way()  # out here, where no traceback keeps what the run made
         return self._make_graph_here(entry, call, undo)
 
     def _make_graph_here(self, entry: Entry, call: Call, undo: UndoLog | None) -> Callable[[], None]:
-        self.make_room()
+        self.entries.make_room()
         if entry.whole:
             close_gates()
         with self.setting.backend.scope(entry.device_or_raise()):
@@ -487,8 +455,7 @@ class Life:
             entry.settle(graph, guard)
         else:
             entry.settle(Instances(graph, self._more(entry)), guard)
-        self.ready.append(entry)
-        self._keep_bytes()
+        self.entries.settle(entry)
         self.counts["recordings"] += 1
         nodes, seconds = graph.nodes, graph.seconds
         log.info("%s: recorded %s: %d nodes in %.3f s", self.setting.name, entry.label, nodes, seconds)
@@ -503,7 +470,7 @@ class Life:
         return self._numbers.give_up(entry.numbers)
 
     def _recorded(self, entry: Entry, call: Call, undo: UndoLog | None) -> Recorded:
-        specs = [TensorSpec(*spec) for spec in self.tables[entry.tree.spec].specs(call.tensors)]
+        specs = [TensorSpec(*spec) for spec in self.entries.tables[entry.tree.spec].specs(call.tensors)]
         numbers = self._numbers.lifted(entry.numbers) if entry.whole else None
         order = Order(
             call,
@@ -532,7 +499,7 @@ class Life:
         """A forward while the backwards of all earlier ones are still to come: one more instance, up to a limit."""
         with self.setting.pool.lock:
             instances = entry.graph
-            if isinstance(instances, Instances) and len(instances.graphs) < MOST and not self.sealed:
+            if isinstance(instances, Instances) and len(instances.graphs) < MOST and not self.entries.sealed:
                 try:
                     with self.setting.backend.scope(entry.device_or_raise()):
                         graph, _, take_back = self._recorded(entry, call, None)
@@ -541,7 +508,7 @@ class Life:
                         raise
                     graph = None
                 if graph is None:
-                    self.make_way()
+                    self.entries.make_way()
                     return self._record(entry, call)
                 instances.graphs.append(graph)
                 self.counts["recordings"] += 1
@@ -612,73 +579,10 @@ class Life:
             fix="call it: its first calls are real steps, and capture it",
         )
 
-    # -- leaving
-
-    def make_room(self) -> None:
-        """Drop the least recently used graphs beyond `max_graphs`, counting the one to come."""
-        limit = self.options.max_graphs
-        while limit is not None and len(self.ready) >= limit:
-            self._evict()
-
-    def _keep_bytes(self) -> None:
-        """Drop the least recently used graphs beyond `max_bytes`, but for the newest."""
-        limit = self.options.max_bytes
-        while limit is not None and len(self.ready) > 1 and self._bytes() > limit:
-            self._evict()
-
-    def _bytes(self) -> int:
-        return sum(entry.graph.bytes for entry in self.ready if entry.graph is not None)
-
-    def _evict(self) -> None:
-        oldest = min(self.ready, key=lambda entry: entry.used)
-        self.discard(oldest)
-        # A signature that keeps being evicted must pay: it waits twice as long each time.
-        oldest.evictions += 1
-        oldest.wait = 2**oldest.evictions
-        self.counts["evictions"] += 1
-
-    def lend_input(self, path: str) -> None:
-        """A user writes into this static input: it is not copied onto itself, and its tail is never known to be clean."""
-        self.setting.lent.add(path)
-        for table in self.tables.values():
-            table.forget_sizes()
-        for entry in self.ready:
-            if isinstance(entry.graph, Graph):
-                self.retired_replays += sum(fit.replays for fit in entry.graph.fits.values())
-                entry.graph.fits.clear()
-
-    def discard(self, entry: Entry) -> None:
-        """Drop an entry's graph, and keep what is known of its calls."""
-        self._retire(entry)
-        entry.drop()
-
-    def forget(self, entry: Entry) -> None:
-        """Drop an entry and its graph."""
-        self._retire(entry)
-        self.tables[entry.tree.spec].remove(entry)
-        self._entries.pop(id(entry), None)
-
-    def _retire(self, entry: Entry) -> None:
-        if entry in self.ready:
-            self.ready.remove(entry)
-        if entry.graph is not None:
-            self.retired_replays += entry.graph.uses
-
-    def _trim(self) -> None:
-        """Forget the signatures that never came back, oldest first."""
-        idle = sorted((e for e in self._entries.values() if e.graph is None), key=lambda e: e.used)
-        for entry in idle[: len(idle) // 2]:
-            self.forget(entry)
-
     def clear(self) -> None:
         """Forget everything but the counts."""
-        for entry in list(self._entries.values()):
-            self.forget(entry)
-        self.tables.clear()
+        self.entries.clear()
         self.habits.forget_rebinds()
-        self.setting.flats.clear()
-        self.sealed = False
-        self.setting.pool.forget()
 
 
 def _label(call: Call) -> str:

@@ -81,7 +81,7 @@ class Sizes:
             return None
         entry = None if live is None else table.recent.get(live)
         if entry is not None and entry.bucket is not None:
-            self.life.touch(entry.bucket)
+            self.life.entries.touch(entry.bucket)
         return entry
 
     def find(self, table: Table, key: Any, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Entry:
@@ -97,7 +97,7 @@ class Sizes:
         ):
             entry.drop()
         if isinstance(entry, Sized) and entry.bucket is not None:
-            self.life.touch(entry.bucket)
+            self.life.entries.touch(entry.bucket)
             table.axes, table.recent[entry.fit.live] = entry.fit.axes, entry
         return entry
 
@@ -195,8 +195,8 @@ class Sizes:
             return self.life.plain.refuse(entry.refusal, call)
         with self.life.setting.pool.lock:
             bucket = self.bucket_of(entry, call)
-            if self.life.sealed and bucket.graph is None:
-                return self.life.plain.missed(bucket, call, self.life.ready)
+            if self.life.entries.sealed and bucket.graph is None:
+                return self.life.plain.missed(bucket, call, self.life.entries.ready)
             if bucket.refusal is None:
                 self._learn(entry, bucket, call)
             if bucket.refusal is not None:
@@ -233,7 +233,7 @@ class Sizes:
         if inside and bucket.refusal is None and not bucket.large:
             self._learn(entry, bucket, call)
             if bucket.refusal is not None:
-                self.life.discard(bucket)
+                self.life.entries.discard(bucket)
         return bucket
 
     def unproved(self, bucket: Entry) -> str:
@@ -245,7 +245,8 @@ class Sizes:
         return "the example fills it: the first call that is padded proves it"
 
     def _bucket(self, entry: Sized, padded: tuple[Tensor, ...], call: Call) -> Entry:
-        table = self.life.tables[entry.tree.spec]  # not the entry's own, which would be a reference cycle
+        # Not the entry's own table, which would be a reference cycle.
+        table = self.life.entries.tables[entry.tree.spec]
         key = (entry.key[0], entry.key[1], table.specs(padded), overlap(padded))
         bucket = self.life.find(table, key, padded, call.tree.rebuild(padded, call.consts))
         bucket.capacity = self._capacity(entry, call.tensors)
@@ -321,7 +322,7 @@ class Sizes:
         self._unsafe.add(family)
         self._laid.pop(family, None)
         self._axes.pop(family, None)
-        self.life.tables[entry.tree.spec].forget_sizes()
+        self.life.entries.tables[entry.tree.spec].forget_sizes()
         return Refusal("padding", advice=f'its sizes vary, and `buckets="auto"` cannot pad them: {error}')
 
     def _share(self, entry: Sized, bucket: Entry) -> None:

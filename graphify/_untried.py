@@ -143,6 +143,6 @@ def _own_values(life: Life, bucket: Entry, fit: Fit, result: Any) -> Any:
 def _refused(life: Life, bucket: Entry, fit: Fit, what: str) -> PaddingError:
     """Refuse later calls: this one has been made."""
     error = padding_error(life.setting.name, fit, what, _SIZE, _FIX)
-    life.discard(bucket)
+    life.entries.discard(bucket)
     bucket.refusal = Refusal("padding", error)
     return error

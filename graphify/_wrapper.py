@@ -96,7 +96,7 @@ class Runner:
 
     def _anew(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A replay found no memory for its results, and nothing of the call has happened: once more in a new pool."""
-        self._life.make_way()
+        self._life.entries.make_way()
         try:
             table, key, tensors, values = self._located(args, kwargs)
             with self._pool.lock:
@@ -120,7 +120,7 @@ class Runner:
     def _table_for(self, values: tuple[Any, ...]) -> Table | None:
         """The table of this structure; None when no signature can hold it and eager is allowed."""
         try:
-            table = self._life.table_for(values)
+            table = self._life.entries.table_for(values)
         except InputError as error:
             if self.options.fallback == "raise":
                 raise
@@ -162,22 +162,22 @@ class Runner:
 
     def stats(self) -> Stats:
         """Counts of calls by how their result was made; calls is their sum."""
-        life, counts = self._life, self._life.counts
-        replays = life.retired_replays + sum(e.graph.uses for e in life.ready if e.graph is not None)
+        entries, counts = self._life.entries, self._life.counts
+        replays = entries.retired_replays + sum(e.graph.uses for e in entries.ready if e.graph is not None)
         made = {name: counts[name] for name in ("warmups", "captures", "eager", "errors")}
         return Stats(
             calls=replays + sum(made.values()),
             replays=replays,
             recordings=counts["recordings"],
             evictions=counts["evictions"],
-            reasons=life.plain.reasons.copy(),
+            reasons=self._life.plain.reasons.copy(),
             **made,
         )
 
     @property
     def graphs(self) -> tuple[GraphRecord, ...]:
         """One record per live graph."""
-        pairs = [(entry.label, entry.graph) for entry in self._life.ready if entry.graph is not None]
+        pairs = [(entry.label, entry.graph) for entry in self._life.entries.ready if entry.graph is not None]
         return tuple(
             GraphRecord(
                 signature=label,
@@ -207,7 +207,7 @@ class Runner:
             InputError: an argument cannot be staged.
         """
         entry = capture_one(self._life, self._ways, *self._located(args, kwargs))
-        return next(g for g, e in zip(self.graphs, self._life.ready, strict=True) if e is entry)
+        return next(g for g, e in zip(self.graphs, self._life.entries.ready, strict=True) if e is entry)
 
     def capture_buckets(self, *args: Any, progress: bool = True, **kwargs: Any) -> CapturedBuckets:
         """Record the graphs of all buckets ahead of time, the largest first, from one example and without trace.
@@ -267,7 +267,7 @@ class Runner:
 
         `reset()` breaks the seal.
         """
-        self._life.sealed = True
+        self._life.entries.sealed = True
 
     def buffer(self, name: str) -> Tensor:
         """The static input of an argument, for producers that write in place; passed as the argument it is not copied.
@@ -286,7 +286,7 @@ class Runner:
         Warning:
             It is graph memory: whatever a bucketed graph does not get as live rows, it fills again.
         """
-        return static_input(self._life, name)
+        return static_input(self._life.entries, name)
 
     def _sized(self, what: str) -> Sizes:
         if not isinstance(self._ways, Sizes):
@@ -297,7 +297,7 @@ class Runner:
     def _located(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Located:
         """The place of a call among all signatures."""
         values = self._bind(*args, **kwargs)
-        table = self._life.table_for(values)
+        table = self._life.entries.table_for(values)
         found = table.unpack(values)
         assert found is not None, "a table fits the values that it was made for"
         tensors, tokens = found

@@ -83,7 +83,10 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
         *("_autograd", "_backwards", "_cut_plan", "_entry", "_fitted", "_graph", "_instances"),
         *("_record", "_turns", "_verdicts"),
     ),
-    5: ("_ahead", "_habits", "_life", "_numbers", "_plain", "_proofs", "_sizes", "_untried", "_verify"),
+    5: (
+        *("_ahead", "_entries", "_habits", "_life", "_numbers", "_plain", "_proofs", "_sizes"),
+        *("_untried", "_verify"),
+    ),
     6: ("_check", "_decorate", "_method", "_module", "_wrapper"),
     7: (
         *("__init__", "__main__", "_demo", "_demo_models", "_doctor", "testing", "testing._acts"),
@@ -143,8 +146,8 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_entry": ("_autograd", "_graph", "_instances"),
     "_cut_plan": ("_graph",),
     "_fitted": ("_cut_plan", "_graph"),
-    "_life": ("_habits", "_numbers", "_plain", "_verify"),
-    "_ahead": ("_life", "_sizes"),
+    "_life": ("_entries", "_habits", "_numbers", "_plain", "_verify"),
+    "_ahead": ("_entries", "_life", "_sizes"),
     "_proofs": ("_life",),
     "_sizes": ("_life", "_proofs", "_untried"),
     "_untried": ("_life",),

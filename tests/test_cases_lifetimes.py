@@ -422,7 +422,7 @@ def test_b87_memory_goes_with_the_wrapper(backend, device, how):
     with torch.no_grad():
         for x in [t.to(device) for t in rows(2, 3)]:
             y = graphed(x)
-        graph = weakref.ref(handle(graphed)._life.ready[0].graph)
+        graph = weakref.ref(handle(graphed)._life.entries.ready[0].graph)
         gc.disable()
         try:
             if how == "del":
@@ -677,7 +677,7 @@ def test_b99_replay_of_a_closed_recording(backend, device):
     graphed = graphify(lambda x: x + 1, backend=backend)
     for x in [t.to(device) for t in rows(3)]:
         graphed(x)
-    recording = handle(graphed)._life.ready[0].graph.recording
+    recording = handle(graphed)._life.entries.ready[0].graph.recording
     recording.close()
     recording.close()
     with pytest.raises(RuntimeError):

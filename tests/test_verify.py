@@ -29,8 +29,8 @@ class Settings:
 
 
 def verifying(graphed: Any) -> list[bool]:
-    life = handle(graphed)._life
-    found = [g for e in life.ready for g in graphs_of(e.graph)]
+    entries = handle(graphed)._life.entries
+    found = [g for e in entries.ready for g in graphs_of(e.graph)]
     fits = [made for g in found for made in g.fits.values()]
     return [isinstance(g, Verified) for g in fits or found]
 
@@ -67,7 +67,7 @@ def test_verified_replays_leave_the_path(backend, device):
         equal(x.to(device) * 2, graphed(x.to(device)))
         seen.append(verifying(graphed))
     assert seen == [[], [True], [True], [False], [False], [False]]
-    (graph,) = graphs_of(handle(graphed)._life.ready[0].graph)
+    (graph,) = graphs_of(handle(graphed)._life.entries.ready[0].graph)
     assert type(graph) is Graph
     assert not hasattr(graph, "verifier")
     assert counts(graphed) == (1, 1, 4, 0, 0)
@@ -157,7 +157,7 @@ def test_nothing_outlives_the_check(device):
     net = Net()
     for _ in range(4):
         net.step(torch.ones(3))
-    (graph,) = graphs_of(handle(net.step)._life.ready[0].graph)
+    (graph,) = graphs_of(handle(net.step)._life.entries.ready[0].graph)
     gone = weakref.ref(net), weakref.ref(graph)
     del net, graph
     assert [ref() for ref in gone] == [None, None]
