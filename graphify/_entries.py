@@ -106,6 +106,10 @@ class Entries:
     def lend_input(self, path: str) -> None:
         """A user writes into this static input: it is not copied onto itself, and its tail is never known to be clean."""
         self.setting.lent.add(path)
+        self.forget_sizes()
+
+    def forget_sizes(self) -> None:
+        """Begin anew with calls of exact sizes; the buckets' own graphs stay."""
         for table in self.tables.values():
             table.forget_sizes()
         for entry in self.ready:

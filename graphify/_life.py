@@ -54,6 +54,7 @@ _TANGLED = Refusal(
     advice="its results need gradients and are views that cannot be taken of a copy: return the whole tensor, "
     "and take the views outside",
 )
+_ON_A_CPU = "its tensors are on a CPU: move them to the device, or use backend='tape' or 'eager'"
 _RETRIES = 3
 
 
@@ -149,7 +150,7 @@ class Life:
         except InputError as error:
             return None, [], Refusal("devices", error)
         if device is None:
-            return None, [], Refusal("cpu")
+            return None, [], Refusal("cpu", advice=_ON_A_CPU)
         hosts = [i for i, t in enumerate(call.tensors) if t.device.type != device.type]
         for i in hosts:
             if call.tensors[i].dim():

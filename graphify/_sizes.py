@@ -29,7 +29,7 @@ from .errors import CaptureError, InputError, PaddingError, alone
 
 __all__ = ["Sized", "Sizes", "sizes_wanted"]
 
-_MANY = 4096
+_MANY = 1024
 
 
 def sizes_wanted(options: Options, binder: Binder) -> tuple[Specification | None, Fills]:
@@ -124,7 +124,7 @@ class Sizes:
                 self.life.find(table, key, tensors, values).refusal = Refusal("input", error)
             if entry is not None:
                 if len(table.sized) >= _MANY:
-                    table.forget_sizes()
+                    self.life.entries.forget_sizes()
                 table.sized[key] = entry
                 return entry
         return self.life.find(table, key, tensors, values)
@@ -312,8 +312,6 @@ class Sizes:
         except CaptureError as error:
             bucket.refusal = Refusal("uncapturable", alone(error))
         else:
-            self._share(entry, bucket)
-
             self._share(entry, bucket)
 
     def _give_up(self, entry: Sized, call: Call, error: PaddingError) -> Refusal:

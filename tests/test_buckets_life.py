@@ -257,3 +257,19 @@ class TestLimits:
                 x = torch.ones(n, 3, device=device)
                 assert torch.equal(quiet(x), x)
         assert quiet.stats().reasons == {"uncapturable": 3}
+
+
+def test_sizes_without_end_are_forgotten(
+    backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept for exact sizes is bounded, and counts stay right when it is let go."""
+    monkeypatch.setattr("graphify._sizes._MANY", 4)
+    graphed = graphify(lambda x: x * 2, buckets=[64], backend=backend)
+    with torch.no_grad():
+        for n in [*range(1, 40), *range(1, 40)]:
+            x = torch.randn(n, 2, device=device)
+            assert torch.equal(graphed(x), x * 2)
+        (entry,) = handle(graphed)._life.entries.ready
+        assert len(entry.graph.fits) <= 4
+    stats = graphed.stats()
+    assert stats.replays + stats.warmups + stats.captures + stats.eager == stats.calls == 78
