@@ -10,32 +10,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ._autograd import Patterns
-from ._code import Executed, names_of
+from ._code import names_of
 from ._entries import Entries
 from ._entry import Entry, Refusal, Table, host_value
 from ._gate import close_gates
 from ._graph import Call, Graph, Order, Setting
-from ._guards import Guard
 from ._habits import Habits
 from ._instances import MOST, Instances, graphs_of
-from ._layout import family_key
-from ._lifted import numbers_of
-from ._numbers import Numbers
-from ._optimizers import UnbuiltError, refusal_of, refused_code, steps
+from ._lessons import Lessons
+from ._optimizers import UnbuiltError, steps
 from ._options import Options
 from ._plain import Plain
-from ._record import NeedsGradError, Recorded, has_gradients, record
+from ._record import NeedsGradError, Recorded, record
 from ._results import TangledError
 from ._signature import TensorSpec, refusal
 from ._specification import root_of
-from ._survey import Survey
-from ._tree import tensors_of
-from ._trial import Snapshot, is_large, trial
+from ._trial import trial
 from ._undo import TooLargeError, UndoLog
-from ._verdicts import given_history, host_reads, other_place, replaced_argument
+from ._verdicts import other_place
 from ._verify import Verified, Verifier
 from ._watch import Watch, watching
 from .errors import CaptureError, InputError, alone
@@ -63,13 +56,11 @@ class Life:
 
     def __init__(self, setting: Setting, options: Options, names: Sequence[str]) -> None:
         self.setting, self.options = setting, options
-        self.executed = Executed()
-        self.generators: dict[int, torch.Generator] = {}
         self.counts: Counter[str] = Counter()
         self.plain = Plain(setting, options.fallback, self.counts)
         self.habits = Habits(self.plain.say, options.static_args)
         self.entries = Entries(setting, options, names, self.counts)
-        self._numbers = Numbers()
+        self.lessons = Lessons(setting, self.plain, self.entries)
 
     # -- finding
 
@@ -93,10 +84,10 @@ class Life:
     def _lift(self, entry: Entry) -> bool:
         """An optimizer's float that changes is a value no longer: its next recording has a tensor in its place."""
         changed, numbers = False, {place.id: place for place in entry.numbers}
-        read = any("param_groups" in names_of(code).loads for code, _ in self.executed.scopes())
+        read = any("param_groups" in names_of(code).loads for code, _ in self.lessons.executed.scopes())
         while entry.guard is not None and (miss := entry.miss()) is not None:
             place = None if miss.place is None else numbers.pop(miss.place, None)
-            if place is None or not self._numbers.lift(place, entry.device_or_raise(), read=read):
+            if place is None or not self.lessons.numbers.lift(place, entry.device_or_raise(), read=read):
                 break
             entry.release(place)
             changed = True
@@ -106,7 +97,7 @@ class Life:
 
     def alike(self, entry: Entry) -> Entry | None:
         """A recorded entry that differs in sizes only, where code that was compiled for its sizes cannot matter."""
-        if self.executed.everything:
+        if self.lessons.executed.everything:
             return None
         found = (
             e for e in self.entries.ready if e.tree == entry.tree and e.key[:2] == entry.key[:2] and e.holds()
@@ -214,126 +205,15 @@ class Life:
             if entry.graph is not None:
                 return entry.graph(call.tensors, call.values)
             if entry.warmed < self.options.warmup:
-                return self._warm_up(entry, call)
+                return self.lessons.warm_up(entry, call)
             return self._record(entry, call)
 
     def _too_often(self, entry: Entry) -> Refusal | None:
-        number = self._numbers.refusal()
+        number = self.lessons.numbers.refusal()
         if number is not None:
             return number
         warm = entry.warmed >= self.options.warmup
         return self.habits.refusal(entry, self.entries.ready, warm=warm)
-
-    def _warm_up(self, entry: Entry, call: Call) -> Any:
-        """Run for real, on the capture stream, and learn what a capture would meet."""
-        backend, before = self.setting.backend, None
-        if self.options.fallback == "raise":
-            known = self.known_generators()
-            before = Snapshot(backend, entry.device_or_raise(), self.survey(call), known)
-        watch = Watch(entry.device_or_raise(), undo=before.log if before is not None else None)
-        # A run with autograd stays on the caller's stream: its nodes remember the stream for the backward.
-        aside = not torch.is_grad_enabled()
-        with backend.scope(watch.device, aside=aside), watching(watch, backend.listen), steps() as found:
-            result = self.setting.run(call.values)
-        backend.hand_over(tensors_of(result))
-        self._learn(entry, call, watch, result, found)
-        if entry.refusal is not None and entry.refusal.error is not None:
-            if before is None:
-                self.plain.say_refused(entry.refusal)
-            # A tensor's history cannot be put back, nor large memory: then this call stands, and the next is refused.
-            elif not before.log.skipped and not watch.renewed(call.tensors):
-                before.undo()
-                # The run is undone, and what it made is no part of the signature that is refused.
-                survey = Survey(self.setting.roots(call), self.executed)
-                entry.trust(Guard(survey, outside=(), written=set(), device=watch.device))
-                raise entry.refusal.error
-        self.counts["warmups"] += 1
-        self.plain.note_beside()
-        return result
-
-    def survey(self, call: Call) -> Survey:
-        """What a run of this call may change; all that is in reach while nothing is known of its code."""
-        known = self.executed if self.executed.codes else Executed(everything=True)
-        return Survey([*self.setting.roots(call), ("arguments", list(call.values))], known)
-
-    def known_generators(self) -> list[torch.Generator]:
-        """Those that runs so far drew from."""
-        return list(self.generators.values())
-
-    def _learn(
-        self, entry: Entry, call: Call, watch: Watch, result: Any, stepped: Sequence[Optimizer]
-    ) -> None:
-        self.executed.merge(watch.executed)
-        self.generators.update(watch.generators)
-        entry.warmed += 1
-        entry.large = any(is_large(t) for key, t in watch.outside.items() if key in watch.written)
-        survey = self._survey_with(call, stepped)
-        entry.numbers = numbers_of(survey.optimizers)
-        lifted = {place.id for place in self._numbers.lifted(entry.numbers)}
-        entry.trust(Guard(survey, outside=(), written=lifted, device=watch.device))
-        offence = self.offence(watch, stepped)
-        if offence is not None:
-            entry.refusal = Refusal("uncapturable", offence)
-        elif not watch.device_work and not call.tensors:
-            entry.refusal = Refusal("cpu")
-        else:
-            entry.whole = watch.backward or bool(stepped)
-            self._learn_histories(entry, call, watch, survey)
-            if has_gradients(result, call.tensors):
-                self._learn_gradients(entry, call, watch)
-
-    def _survey_with(self, call: Call, stepped: Sequence[Optimizer]) -> Survey:
-        """What a run can reach, its optimizers included, whether or not a name leads to them."""
-        survey = Survey(self.setting.roots(call), self.executed)
-        unknown = [optimizer for optimizer in stepped if not survey.holds(optimizer)]
-        if not unknown:
-            return survey
-        self.setting.optimizers += [(type(optimizer).__name__, optimizer) for optimizer in unknown]
-        return Survey(self.setting.roots(call), self.executed)
-
-    def offence(self, watch: Watch, stepped: Sequence[Optimizer]) -> CaptureError | None:
-        """Why a run like this one can never be captured, the clearest reason first."""
-        refused = (refusal_of(optimizer, watch.device) for optimizer in stepped)
-        found = refused_code(watch.executed) or next((e for e in refused if e is not None), None)
-        return found or next(iter(host_reads(watch, self.executed)), None)
-
-    def _learn_histories(self, entry: Entry, call: Call, watch: Watch, survey: Survey) -> None:
-        """A replay changes memory only: a tensor that a call gives a history would have that of the capture."""
-        named = [*zip(call.tree.tensor_paths, call.tensors, strict=True)]
-        error = given_history(watch, survey, named)
-        if error is not None:
-            entry.refusal = Refusal("uncapturable", error)
-
-    def _learn_gradients(self, entry: Entry, call: Call, watch: Watch) -> None:
-        """The results need gradients: a backward will be recorded, too."""
-        for error in replaced_argument(watch, zip(call.tree.tensor_paths, call.tensors, strict=True)):
-            entry.refusal = Refusal("uncapturable", error)
-        if entry.patterns is None:
-            entry.patterns = self._patterns()
-        mine = {family_key(t) for t in call.tensors}
-        outside = ((key, t) for key, t in watch.outside.items() if key not in mine)
-        entry.patterns.outside = [t for _, t in outside if t.requires_grad]
-
-    def _patterns(self) -> Patterns:
-        life = weakref.ref(self)
-
-        def refuse(error: CaptureError) -> None:
-            alive = life()
-            if alive is not None:
-                alive.plain.refuse_backward(error)
-
-        def recorded() -> None:
-            alive = life()
-            if alive is not None:
-                alive.counts["recordings"] += 1
-
-        def make_way() -> None:
-            alive = life()
-            if alive is not None:
-                alive.entries.make_way()
-
-        generators = self.generators
-        return Patterns(lambda: list(generators.values()), refuse, recorded, make_way, self.plain.gates)
 
     def _record(self, entry: Entry, call: Call) -> Any:
         again = False
@@ -379,10 +259,10 @@ class Life:
                 self.setting,
                 entry.tree,
                 entry.device_or_raise(),
-                self.executed,
-                self.generators,
+                self.lessons.executed,
+                self.lessons.generators,
                 times=times,
-                rounding=bool(entry.staged or self._numbers.lifted(entry.numbers)),
+                rounding=bool(entry.staged or self.lessons.numbers.lifted(entry.numbers)),
             )
             verifier.begin(graph)
 
@@ -421,7 +301,7 @@ class Life:
         if entry.built > _RETRIES:
             entry.refusal = _GRAD
             return self.plain.refuse(_GRAD, call)
-        return self._warm_up(entry, call)
+        return self.lessons.warm_up(entry, call)
 
     def _note_failure(self, entry: Entry, error: Exception) -> None:
         """After the user's own error the signature starts again, but not for ever."""
@@ -468,11 +348,11 @@ class Life:
             self.habits.scalars_are_read = True
             entry.expect(call.tensors, entry.staged)
             return True
-        return self._numbers.give_up(entry.numbers)
+        return self.lessons.numbers.give_up(entry.numbers)
 
     def _recorded(self, entry: Entry, call: Call, undo: UndoLog | None) -> Recorded:
         specs = [TensorSpec(*spec) for spec in self.entries.tables[entry.tree.spec].specs(call.tensors)]
-        numbers = self._numbers.lifted(entry.numbers) if entry.whole else None
+        numbers = self.lessons.numbers.lifted(entry.numbers) if entry.whole else None
         order = Order(
             call,
             specs,
@@ -483,7 +363,7 @@ class Life:
             entry.capacity,
             numbers,
         )
-        return record(self.setting, order, self.executed, self.known_generators(), undo)
+        return record(self.setting, order, self.lessons.executed, self.lessons.known_generators(), undo)
 
     def _more(self, entry: Entry) -> Callable[[tuple[Tensor, ...], tuple[Any, ...]], Any]:
         life, mine = weakref.ref(self), weakref.ref(entry)
@@ -544,7 +424,7 @@ class Life:
         if entry.refusal is not None:
             return
         try:
-            with trial(backend, device, self.survey(call), self.known_generators()) as log:
+            with trial(backend, device, self.lessons.survey(call), self.lessons.known_generators()) as log:
                 log.spares = lambda: entry.whole
                 self._make_graph(entry, call, log)
         except TooLargeError as error:
@@ -564,14 +444,14 @@ class Life:
         backend, device = self.setting.backend, entry.device_or_raise()
         with (
             backend.scope(device),
-            trial(backend, device, self.survey(call), self.known_generators()) as log,
+            trial(backend, device, self.lessons.survey(call), self.lessons.known_generators()) as log,
         ):
             watch = Watch(device, undo=log)
             with watching(watch, backend.listen), steps() as found:
                 # Padding touches no state, but a step moves weights also where no row has a gradient.
                 log.spares = lambda: watch.backward or bool(found)
                 result = self.setting.run(call.values)
-        self._learn(entry, call, watch, result, found)
+        self.lessons.learn(entry, call, watch, result, found)
 
     def _too_large(self) -> CaptureError:
         return CaptureError(

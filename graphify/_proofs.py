@@ -17,7 +17,7 @@ from ._autograd import unhooked
 from ._cuts import Learner, teach
 from ._graph import Call
 from ._layout import family_key
-from ._life import Life
+from ._lessons import Lessons
 from ._material import copied, from_batch, memory_of, stirred, weights, written
 from ._nearness import unlike
 from ._optimizers import steps
@@ -67,23 +67,25 @@ class _Run(NamedTuple):
 
 
 def prove(
-    life: Life,
+    lessons: Lessons,
     device: torch.device,
     call: Call,
     fit: Fit,
     fills: Sequence[tuple[Any, bool]],
     *,
     check: bool | str,
+    static: Collection[str],
 ) -> Proof:
     """Run a call at its exact size and padded in two ways, compare, and learn how results are cut.
 
-    `fills` has the fill of each leaf, and whether the user chose it: then the second padding has it, too.
+    `fills` has the fill of each leaf, and whether the user chose it: then the second padding has it, too. `static` names
+    the arguments that are never copied.
 
     Raises:
         CaptureError: the function can never be captured.
         PaddingError: what differs, with the smallest difference.
     """
-    prover = _Prover(life, device, call, fit, fills, state=check is True)
+    prover = _Prover(lessons, device, call, fit, fills, state=check is True, static=static)
     try:
         return _proved(prover, check)
     except TooLargeError as error:
@@ -117,19 +119,20 @@ class _Prover:
 
     def __init__(
         self,
-        life: Life,
+        lessons: Lessons,
         device: torch.device,
         call: Call,
         fit: Fit,
         fills: Sequence[tuple[Any, bool]],
         *,
         state: bool,
+        static: Collection[str],
     ) -> None:
         self.state, self.fills = state, fills
-        self.life, self.device, self.call, self.fit = life, device, call, fit
+        self.lessons, self.device, self.call, self.fit = lessons, device, call, fit
         self.cuts: list[Learner] = []
         self.watch: Watch | None = None
-        paths, static = call.tree.tensor_paths, life.options.static_args
+        paths = call.tree.tensor_paths
         self.unnamed = [paths[leaf] for leaf in fit.dims() if not fills[leaf][1]]
         """Padded arguments for which no `pad` is given: what stands there must not matter."""
         self._lent = {
@@ -149,7 +152,7 @@ class _Prover:
 
     def check_offences(self) -> None:
         """Raise for what the latest run did that no graph can hold."""
-        found = None if self.watch is None else self.life.offence(self.watch, ())
+        found = None if self.watch is None else self.lessons.offence(self.watch, ())
         if found is not None:
             raise found
 
@@ -198,7 +201,7 @@ class _Prover:
         except PaddingError:
             raise
         except Exception as error:
-            if cut != self._cut or self.life.setting.backend.is_oom(error):
+            if cut != self._cut or self.lessons.setting.backend.is_oom(error):
                 raise
             raise self._error(f"raises {error!r} when padded", "it runs at its exact size") from error
 
@@ -241,12 +244,12 @@ class _Prover:
         return cut
 
     def _run(self, tensors: tuple[Tensor, ...], cut: Cutter, stir: Sequence[Tensor] = ()) -> _Run:
-        life, backend = self.life, self.life.setting.backend
+        lessons, backend = self.lessons, self.lessons.setting.backend
         call = Call(self.call.tree, self.call.tree.rebuild(tensors, self.call.consts), tensors)
-        survey = life.survey(call)
+        survey = lessons.survey(call)
         with (
             backend.scope(self.device, aside=not torch.is_grad_enabled()),
-            trial(backend, self.device, survey, life.known_generators()) as log,
+            trial(backend, self.device, survey, lessons.known_generators()) as log,
         ):
             self._guard(log, tensors)
             for tensor in stir:
@@ -255,7 +258,7 @@ class _Prover:
             watch = Watch(self.device, given=tensors, undo=log)
             self.watch = watch
             with watching(watch, backend.listen), steps(), self._blaming(cut):
-                result = life.setting.run(call.values)
+                result = lessons.setting.run(call.values)
             with self._blaming(cut):
                 run = self._taken(result, watch, survey, call, cut)
         backend.hand_over([*run.results, *run.state.values(), *run.arguments, *run.grads.values()])
@@ -280,7 +283,7 @@ class _Prover:
 
     def _rebound(self, survey: Survey, call: Call) -> dict[str, Tensor]:
         """The tensors that the run left in Python's hands: attributes, and gradients of parameters."""
-        changes = survey.changes(self.life.survey(call))
+        changes = survey.changes(self.lessons.survey(call))
         dims = self.fit.dims()
         mine = {family_key(t): call.tree.tensor_paths[i] for i, t in enumerate(call.tensors) if i in dims}
         for change in changes if self.state else ():
@@ -314,7 +317,7 @@ class _Prover:
                     graded, wanted, incoming, allow_unused=True
                 )
         except RuntimeError as error:
-            if self.life.setting.backend.is_oom(error):
+            if self.lessons.setting.backend.is_oom(error):
                 raise
             return {}  # a backward that raises has no gradients to compare, and eager's raises when it comes
         return {
@@ -350,4 +353,4 @@ class _Prover:
                 raise self._error(f"{name} depends on {with_what}: {what}", _SIZE)
 
     def _error(self, what: str, why: str, fix: str = "") -> PaddingError:
-        return padding_error(self.life.setting.name, self.fit, what, why, fix or remedy(self.unnamed))
+        return padding_error(self.lessons.setting.name, self.fit, what, why, fix or remedy(self.unnamed))

@@ -297,12 +297,13 @@ class Sizes:
             return
         try:
             bucket.proof = prove(
-                self.life,
+                self.life.lessons,
                 bucket.device_or_raise(),
                 call,
                 entry.fit,
                 entry.choices,
                 check=self.life.options.check_padding,
+                static=self.life.options.static_args,
             )
         except PaddingError as error:
             alone(error)

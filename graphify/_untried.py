@@ -67,13 +67,13 @@ def _watched(
 ) -> tuple[Any, frozenset[int], Callable[[int, Tensor], bool]]:
     """The result of a real call, the outside memory that matters to arguments, and what tells outside memory."""
     device, backend = bucket.device_or_raise(), life.setting.backend
-    known = life.executed if life.executed.codes else Executed(everything=True)
+    known = life.lessons.executed if life.lessons.executed.codes else Executed(everything=True)
     reached = {family_key(t) for _, t in Survey(life.setting.roots(call), known).tensors()}
     watch = Watch(device, given=call.tensors)
     with backend.scope(device, aside=False), watching(watch, backend.listen):
         result = life.setting.run(call.values)
     life.plain.count("cut")
-    offence = life.offence(watch, ())
+    offence = life.lessons.offence(watch, ())
     if offence is not None:  # said before the next call has done anything
         bucket.refusal = Refusal("uncapturable", offence)
     # An argument that is outside memory, too, is seen as an argument only: what has a name tells.

@@ -84,8 +84,8 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
         *("_record", "_turns", "_verdicts"),
     ),
     5: (
-        *("_ahead", "_entries", "_habits", "_life", "_numbers", "_plain", "_proofs", "_sizes"),
-        *("_untried", "_verify"),
+        *("_ahead", "_entries", "_habits", "_lessons", "_life", "_numbers", "_plain", "_proofs"),
+        *("_sizes", "_untried", "_verify"),
     ),
     6: ("_check", "_decorate", "_method", "_module", "_wrapper"),
     7: (
@@ -146,9 +146,10 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_entry": ("_autograd", "_graph", "_instances"),
     "_cut_plan": ("_graph",),
     "_fitted": ("_cut_plan", "_graph"),
-    "_life": ("_entries", "_habits", "_numbers", "_plain", "_verify"),
+    "_lessons": ("_entries", "_numbers", "_plain"),
+    "_life": ("_entries", "_habits", "_lessons", "_plain", "_verify"),
     "_ahead": ("_entries", "_life", "_sizes"),
-    "_proofs": ("_life",),
+    "_proofs": ("_lessons",),
     "_sizes": ("_life", "_proofs", "_untried"),
     "_untried": ("_life",),
     "_check": ("_method", "_module"),
