@@ -17,6 +17,7 @@ from ._graph import Call
 from ._instances import graphs_of
 from ._layout import family_key
 from ._life import Life
+from ._rehearsal import rehearse
 from ._sizes import Sized, Sizes
 from ._specification import same_path
 from .errors import GraphifyError
@@ -47,7 +48,7 @@ def capture_one(
         if isinstance(entry, Sized) and isinstance(ways, Sizes):
             entry = ways.rehearse(entry, call)
         elif entry.graph is None and entry.refusal is None:
-            life.rehearse(entry, call)
+            rehearse(life.recorder, entry, call)
     if entry.graph is None:
         raise _not_captured(life.setting.name, entry)
     return entry

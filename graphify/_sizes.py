@@ -20,6 +20,7 @@ from ._life import Life
 from ._options import Options
 from ._padding import Fills, Fit
 from ._proofs import prove
+from ._rehearsal import rehearse
 from ._signature import overlap
 from ._specification import Specification, specification
 from ._tree import tensors_of
@@ -228,7 +229,7 @@ class Sizes:
         bucket = self._bucket(entry, blank, call)
         if bucket.graph is None and bucket.refusal is None:
             padding = Call(call.tree, call.tree.rebuild(blank, call.consts), blank)
-            self.life.rehearse(bucket, padding, self.life.alike(bucket))
+            rehearse(self.life.recorder, bucket, padding, self.life.alike(bucket))
         inside = all(0 < live <= full for live, full in zip(entry.fit.live, entry.fit.full, strict=True))
         if inside and bucket.refusal is None and not bucket.large:
             self._learn(entry, bucket, call)
@@ -279,7 +280,7 @@ class Sizes:
             if made is None:
                 made = fitted(whole, self.life.setting, entry.fit, ways, entry.fills, entry.tree)
                 whole.fits[entry.key] = made
-                self.life.verify_size(whole, made, cut=not entry.fit.is_full)
+                self.life.recorder.verify_size(whole, made, cut=not entry.fit.is_full)
         else:
             made = Padded(whole, entry.fit, ways, entry.fills, entry.tree)
         entry.follow(bucket, made)
