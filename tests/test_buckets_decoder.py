@@ -132,7 +132,9 @@ def test_results_of_buckets_lie_on_one_memory(device: torch.device, backend: str
     with torch.no_grad():
         captured = graphed.capture_buckets(torch.randn(3, 4, device=device), progress=False)
         assert captured.bytes < 3 * 64 * 2**18 * 4  # the product, the result, a workspace
-        kept = [(x, graphed(x)) for x in (torch.randn(n, 4, device=device) for n in (3, 64, 9, 33, 64, 1, 40))]
+        kept = [
+            (x, graphed(x)) for x in (torch.randn(n, 4, device=device) for n in (3, 64, 9, 33, 64, 1, 40))
+        ]
         for x, y in kept:
             torch.testing.assert_close(y, (x @ weight).relu())
     graphed.reset()
