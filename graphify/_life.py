@@ -174,10 +174,9 @@ class Life:
 
     def advance(self, entry: Entry, call: Call) -> Any:
         """Make this call's result by the way that brings its signature nearer to a graph."""
-        if entry.refusal is None:
-            entry.refusal = self._too_often(entry)
-        if entry.refusal is not None:
-            return self.plain.refuse(entry.refusal, call)
+        refused = entry.refusal or self._too_often(entry)
+        if refused is not None:
+            return self.plain.refuse(refused, call)
         if self.entries.sealed and entry.graph is None:
             return self.plain.missed(entry, call, self.entries.ready)
         if entry.wait > 0:
@@ -191,6 +190,7 @@ class Life:
             return self.recorder.record(entry, call)
 
     def _too_often(self, entry: Entry) -> Refusal | None:
+        """Why no graph is worth it now; asked anew at each call, since habits change."""
         number = self.lessons.numbers.refusal()
         if number is not None:
             return number

@@ -273,3 +273,17 @@ def test_sizes_without_end_are_forgotten(
         assert len(entry.graph.fits) <= 4
     stats = graphed.stats()
     assert stats.replays + stats.warmups + stats.captures + stats.eager == stats.calls == 78
+
+
+def test_sizes_that_come_back_are_captured_after_all(backend: str, device: torch.device) -> None:
+    """A first pass of new sizes stops captures; once calls come back to them, each gets its graph."""
+    graphed = graphify(lambda x: x * 2, backend=backend)
+    inputs = [torch.randn(n, 2, device=device) for n in range(1, 31)]
+    with torch.no_grad(), pytest.warns(GraphifyWarning, match="dimension 0 of `x` took .* values"):
+        for x in inputs * 2:
+            assert torch.equal(graphed(x), x * 2)
+        assert 16 <= len(graphed.graphs) < 20
+        for x in inputs * 5:
+            assert torch.equal(graphed(x), x * 2)
+    assert len(graphed.graphs) == 30
+    assert graphed.stats().replays > 60
