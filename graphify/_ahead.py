@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import importlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from ._collection import uncollected
 from ._entries import Entries
 from ._entry import Entry, Table
 from ._graph import Call
@@ -74,15 +74,15 @@ def capture_all(
     progress: bool,
 ) -> CapturedBuckets:
     """Record the graphs of these buckets from one example, in this order."""
-    call, made = Call(table.tree, values, tensors), []
-    with life.setting.pool.lock, _uncollected():
+    call, made, axes = Call(table.tree, values, tensors), [], sizes.axes_of(table, tensors)
+    gc.collect()  # once: what is garbage already is not walked past in each capture
+    with life.setting.pool.lock, uncollected():
         for full in _shown(grid, life.setting.name, progress):
             started = time.perf_counter()
             entry = sizes.rehearse(sizes.at(table, key, tensors, full), call)
             graph = entry.graph
             if graph is None:
                 raise _not_captured(life.setting.name, entry)
-            axes = sizes.axes_of(table, tensors)
             names = {bucket.name: size for bucket, size in zip(axes.buckets, full, strict=True)}
             seconds = time.perf_counter() - started
             made.append(BucketRecord(names, seconds, graph.bytes, graph.nodes, sizes.unproved(entry)))
@@ -121,19 +121,6 @@ def static_input(entries: Entries, name: str) -> Tensor:
         )
     entries.lend_input(path)
     return next(iter(found.values())).detach()
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Collect garbage once, and not in the middle of captures: it would walk all that is alive each time."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _shown(grid: Sequence[tuple[int, ...]], name: str, progress: bool) -> Iterable[tuple[int, ...]]:

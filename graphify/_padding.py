@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._axes import Axes
 from ._layout import is_dense
-from ._specification import root_of, same_path
+from ._specification import longest, root_of, same_path
 
 __all__ = ["Fill", "Fills", "Fit", "Pad", "dense_strides"]
 
@@ -40,13 +40,8 @@ class Fills:
 
     def of(self, path: str) -> tuple[Any, bool]:
         """The fill of a leaf, by the longest path that leads to it, and whether the user chose it."""
-        whole = same_path(path)
-        found = [
-            key for key in self._each if whole.startswith(key) and whole[len(key) :][:1] in ("", "[", ".")
-        ]
-        if found:
-            return self._each[max(found, key=len)], True
-        return self._all, self.explicit
+        found = longest(self._each, path)
+        return (self._all, self.explicit) if found is None else (self._each[found], True)
 
 
 def _path(key: object, names: Sequence[str], stars: str | None) -> str:
@@ -109,13 +104,14 @@ class Fit(NamedTuple):
 
     def padded(self, tensors: Sequence[Tensor], fills: Sequence[Any]) -> tuple[Tensor, ...]:
         """The tensors of a call inside new ones of the bucket's shape; gradients flow back to the live part."""
-        shapes, made = self.axes.padded_shapes([t.shape for t in tensors], self.full), dict[int, Tensor]()
-        for leaf in self.dims():
+        shapes, dims = self.axes.padded_shapes([t.shape for t in tensors], self.full), self.dims()
+        made: dict[int, Tensor] = {}
+        for leaf in dims:
             tensor = tensors[leaf]
             if id(tensor) not in made:
                 whole = tensor.shape == shapes[leaf] and _is_plain(tensor)
                 made[id(tensor)] = tensor if whole else _padded(tensor, shapes[leaf], fills[leaf])
-        return tuple(made.get(id(t), t) if leaf in self.dims() else t for leaf, t in enumerate(tensors))
+        return tuple(made[id(t)] if leaf in dims else t for leaf, t in enumerate(tensors))
 
     def blank(self, tensors: Sequence[Tensor], fills: Sequence[Any]) -> tuple[Tensor, ...]:
         """Tensors like `padded` ones that hold nothing but padding, which by its contract touches nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from ._axes import Axes, Dims, text_of
 from .buckets import Bucket, unnamed
 from .errors import InputError
 
-__all__ = ["Specification", "root_of", "same_path", "specification"]
+__all__ = ["Specification", "longest", "root_of", "same_path", "specification"]
 
 _FORM = '{"x": {0: Bucket("batch", [1, 2, 4, 8])}}'
 _DIMS = "a mapping from dimensions to Buckets such as {0: [1, 2, 4, 8]}"
@@ -67,11 +67,14 @@ class Specification:
         return {0: self.shared} if rank else {}
 
     def _key(self, path: str) -> str | None:
-        whole = same_path(path)
-        fitting = [
-            key for key in self.table if whole.startswith(key) and whole[len(key) :][:1] in ("", "[", ".")
-        ]
-        return max(fitting, key=len, default=None)
+        return longest(self.table, path)
+
+
+def longest(keys: Iterable[str], path: str) -> str | None:
+    """The longest of these paths that leads to a leaf, or is it."""
+    whole = same_path(path)
+    fitting = [key for key in keys if whole.startswith(key) and whole[len(key) :][:1] in ("", "[", ".")]
+    return max(fitting, key=len, default=None)
 
 
 def root_of(path: str) -> str:

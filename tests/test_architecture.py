@@ -35,6 +35,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
             "_axes",
             "_binding",
             "_code",
+            "_collection",
             "_composite",
             "_constants",
             "_cuts",

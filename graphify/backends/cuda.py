@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 import warnings
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .._collection import uncollected
 from .._layout import with_bits
 from ..errors import InputError
 from ._cuda_copies import replay_between_copies, replay_with_copies
@@ -223,7 +223,7 @@ class CudaBackend:
             if generator.device.type == "cuda" and generator is not _default(generator.device):
                 graph.register_generator_state(generator)
         before = torch.cuda.memory_reserved(pool.device)
-        with _no_collection(), _own_workspaces():
+        with uncollected(), _own_workspaces():
             pool.hold()
             result = _capture(graph, run, pool)
         nodes = count_nodes(graph)
@@ -400,18 +400,6 @@ def _settle_attention() -> None:
 
 def _default(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index or 0]
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from freeing some other graph in the middle of a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager
