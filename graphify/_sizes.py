@@ -26,6 +26,7 @@ from ._specification import Specification, specification
 from ._tree import tensors_of
 from ._trust import UNTRIED, Proof, untried
 from ._untried import at_exact_size, foresees, padded
+from ._verdicts import shared_memory
 from .errors import CaptureError, InputError, PaddingError, alone
 
 __all__ = ["Sized", "Sizes", "sizes_wanted"]
@@ -339,17 +340,11 @@ class Sizes:
             bucket.proof = proof._replace(cuts=known)
 
     def _conflict(self, bucket: Entry, call: Call) -> Refusal | None:
-        if bucket.proof is None or bucket.proof.touched.isdisjoint(map(family_key, call.tensors)):
-            return None
-        name = self.life.setting.name
-        return Refusal(
-            "uncapturable",
-            CaptureError(
-                f"an argument shares memory with a tensor that `{name}` uses from outside, and one is written",
-                why="the graph reads its own copy of the argument, which would not see the write",
-                fix="pass a clone, or use only one of the two",
-            ),
-        )
+        touched = bucket.proof.touched if bucket.proof is not None else frozenset()
+        for path, tensor in zip(call.tree.tensor_paths, call.tensors, strict=True):
+            if family_key(tensor) in touched:
+                return Refusal("uncapturable", shared_memory(self.life.setting.name, path))
+        return None
 
     def _ways(self, entry: Sized, bucket: Entry, call: Call) -> list[Way] | None:
         """How results become those of this call; None when a run must show it first."""
