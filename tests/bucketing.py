@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphify import Bucket
 from graphify.stats import Stats
@@ -59,3 +59,22 @@ def like_eager(
     assert stats.reasons["cut"] <= shown, stats
     assert stats.eager == stats.reasons["cut"], stats
     return stats
+
+
+class Cache(nn.Module):
+    """Rows by slot; index -1 is Python's last row where it is not masked."""
+
+    kv: Tensor
+
+    def __init__(self, *, masked: bool) -> None:
+        super().__init__()
+        self.masked = masked
+        self.register_buffer("kv", torch.zeros(32, 3))
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        if not self.masked:
+            self.kv[slots] = x
+            return self.kv[slots] * 2
+        live, safe = slots >= 0, slots.clamp(min=0)
+        self.kv.index_add_(0, safe, torch.where(live[:, None], x - self.kv[safe], 0.0))
+        return self.kv[safe] * 2

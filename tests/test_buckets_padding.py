@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bucketing import BATCH, ROWS, like_eager, over, rows
+from bucketing import BATCH, ROWS, Cache, like_eager, over, rows
 from checks import counts
 from torch import Tensor, nn
 
@@ -118,25 +118,6 @@ class TestWrites:
                 return x * self.scale
 
         like_eager(Leaves, over(rows), backend, device, **ROWS)
-
-
-class Cache(nn.Module):
-    """Rows by slot."""
-
-    kv: Tensor
-
-    def __init__(self, *, masked: bool) -> None:
-        super().__init__()
-        self.masked = masked
-        self.register_buffer("kv", torch.zeros(32, 3))
-
-    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
-        if not self.masked:
-            self.kv[slots] = x
-            return self.kv[slots] * 2
-        live, safe = slots >= 0, slots.clamp(min=0)
-        self.kv.index_add_(0, safe, torch.where(live[:, None], x - self.kv[safe], 0.0))
-        return self.kv[safe] * 2
 
 
 # ---------------------------------------------------------------- what stands behind

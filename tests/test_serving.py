@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from bucketing import ROWS
+from bucketing import ROWS, Cache
 from checks import counts, equal
 from conftest import needs_cuda
 from torch import Tensor, nn
@@ -42,26 +42,18 @@ def no_grad() -> Iterator[None]:
         yield
 
 
-class Cache(nn.Module):
-    """Rows by slot; index -1 is Python's last row here, as in the bug."""
+class CountingCache(Cache):
+    """A cache that counts its steps on the device."""
 
-    kv: Tensor
     steps: Tensor
 
     def __init__(self, *, masked: bool = False) -> None:
-        super().__init__()
-        self.masked = masked
-        self.register_buffer("kv", torch.zeros(32, 3))
+        super().__init__(masked=masked)
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
         self.steps += 1
-        if not self.masked:
-            self.kv[slots] = x
-            return self.kv[slots] * 2
-        live, safe = slots >= 0, slots.clamp(min=0)
-        self.kv.index_add_(0, safe, torch.where(live[:, None], x - self.kv[safe], 0.0))
-        return self.kv[safe] * 2
+        return super().forward(x, slots)
 
 
 def request(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -70,9 +62,9 @@ def request(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def test_p01_a_padding_row_does_not_overwrite_a_live_slot(backend: str, device: torch.device) -> None:
     """`kv[-1]` is a live row: refused when the bucket is proved, or right by the plain call; nothing was written."""
-    loud = graphify(Cache().to(device), pad={"slots": -1}, backend=backend, **ROWS)
-    quiet = graphify(Cache().to(device), pad={"slots": -1}, fallback="eager", backend=backend, **ROWS)
-    plain = Cache().to(device)
+    loud = graphify(CountingCache().to(device), pad={"slots": -1}, backend=backend, **ROWS)
+    quiet = graphify(CountingCache().to(device), pad={"slots": -1}, fallback="eager", backend=backend, **ROWS)
+    plain = CountingCache().to(device)
 
     with pytest.raises(PaddingError, match=r"self.kv"):
         loud(*request(3, device))
@@ -293,7 +285,7 @@ def test_p11_a_workspace_that_grows_is_not_freed_under_a_graph(backend: str, dev
 
 def test_p12_captures_move_no_state(backend: str, device: torch.device) -> None:
     """Caches, counters, random streams, gradients and arguments are after `capture_buckets` what they were."""
-    model = Cache(masked=True).to(device)
+    model = CountingCache(masked=True).to(device)
     graphed = graphify(model, pad={"slots": -1}, backend=backend, **ROWS)
     x, slots = request(3, device)
     graphed(x, slots)
@@ -311,8 +303,8 @@ def test_p12_captures_move_no_state(backend: str, device: torch.device) -> None:
 def test_p13_the_capturing_call_has_a_result(backend: str, device: torch.device) -> None:
     """A capture only records; the call that makes it returns eager's result, and state moves once."""
     graphed, plain = (
-        graphify(Cache(masked=True).to(device), pad={"slots": -1}, backend=backend, **ROWS),
-        Cache(),
+        graphify(CountingCache(masked=True).to(device), pad={"slots": -1}, backend=backend, **ROWS),
+        CountingCache(),
     )
     plain.to(device)
 
