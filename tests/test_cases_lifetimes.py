@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import subprocess
@@ -17,8 +18,9 @@ import torch
 from checks import counts, equal, follows_eager, rows
 from conftest import needs_cuda
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from graphify import CaptureError, GraphifyError, GraphifyWarning, graphify, handle
+from graphify import CaptureError, GraphifyError, GraphifyWarning, VerificationError, graphify, handle
 from graphify.testing import Call
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -435,6 +437,50 @@ def test_b87_memory_goes_with_the_wrapper(backend, device, how):
         equal(module(x), y)
 
 
+def reserved() -> int:
+    """Memory that torch holds of the device once nothing is left that it could give back."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+@pytest.mark.cuda
+@needs_cuda
+@torch.no_grad()
+def test_b88_memory_used_on_two_streams_is_bounded():
+    """Memory marked with `record_stream` in a capture costs that capture once: said in bytes, and given back."""
+    side, count = torch.cuda.Stream(), 2**20
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        here = torch.cuda.current_stream()
+        for _ in range(50):
+            side.wait_stream(here)
+            with torch.cuda.stream(side):
+                y = x.sin()
+            here.wait_stream(side)
+            y.record_stream(here)
+            x = x + y
+        return x
+
+    small = graphify(f)
+    for x in rows(3, count=3):
+        equal(f(x.cuda()), small(x.cuda()))
+    before = reserved()
+    graphed = graphify(f)
+    for n in (count, count // 2, count // 4):
+        for x in [t.cuda() for t in rows(n, count=4)]:
+            equal(f(x), graphed(x))
+        del x
+        torch.cuda.synchronize()
+    first, *later = graphed.graphs
+    assert 0 < first.bytes < 50 * 4 * count + 2**27
+    assert all(graph.bytes < first.bytes + 2**27 for graph in later)
+    assert counts(graphed) == (3, 3, 6, 0, 0)
+    graphed.reset()
+    assert reserved() < before + 2**26
+
+
 @pytest.mark.cuda
 @needs_cuda
 @two_gpus
@@ -456,6 +502,45 @@ def test_b90_two_devices_in_one_call_are_refused():
     graphed = graphify(lambda x, y: x + y.to(x.device))
     with pytest.raises(GraphifyError, match="cuda:0.*cuda:1"):
         graphed(torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:1"))
+
+
+def copy_in_c(target: torch.Tensor, source: torch.Tensor) -> None:
+    """What an extension does that knows no streams: work on the legacy default stream, seen by no capture."""
+    legacy = ctypes.c_void_p(1)
+    ends = ctypes.c_uint64(target.data_ptr()), ctypes.c_uint64(source.data_ptr())
+    code = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2(*ends, ctypes.c_size_t(source.nbytes), legacy)
+    assert code == 0, f"CUDA driver error {code}"
+
+
+def copied_and_more(x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros_like(x)
+    copy_in_c(y, x)
+    return y + 1
+
+
+def only_copied(x: torch.Tensor) -> torch.Tensor:
+    """Nothing of its work is in a capture, which is empty."""
+    y = torch.empty_like(x)
+    copy_in_c(y, x)
+    return y
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("f", [copied_and_more, only_copied])
+def test_b91_work_on_the_legacy_default_stream(f):
+    """A kernel that no capture holds is found by `verify`, at each replay that it would check, and names the cause."""
+    graphed = graphify(f, verify=2)
+    first, *others = [t.cuda() for t in rows(256, count=5)]
+    equal(f(first), graphed(first))
+    graphed(others[0])
+    for x in others[1:]:
+        held = x.clone()
+        with pytest.raises(VerificationError, match="`output`: smallest difference at") as raised:
+            graphed(x)
+        assert "on another stream" in str(raised.value.why)
+        equal(held, x)
+    assert counts(graphed) == (1, 1, 0, 0, 3)
 
 
 @pytest.mark.cuda
@@ -519,6 +604,19 @@ def test_b95_no_global_is_patched(backend, device):
         torch.Tensor.cpu,
     ]
     assert all(a is b for a, b in zip(watched, now, strict=True))
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_b95_a_data_loader_beside_captures():
+    """Captures while a loader's threads pin memory and its processes work: both right, no process dies."""
+    data = TensorDataset(torch.arange(512.0).reshape(128, 4))
+    graphed = graphify(lambda x: x * 2 + 1)
+    loader = DataLoader(data, batch_size=2, num_workers=2, pin_memory=True, timeout=60)
+    for i, (batch,) in enumerate(loader):
+        x = batch.to("cuda", non_blocking=True).repeat(1 + i % 16, 1)
+        equal(x * 2 + 1, graphed(x))
+    assert counts(graphed) == (16, 16, 32, 0, 0)
 
 
 def in_threads(n: int, work: Callable[[int], None]) -> None:
