@@ -51,6 +51,7 @@ def through_padding(
     call: Call,
 ) -> Any:
     """Make a call of the bucket's size, and its result one of the call's; what it writes, the caller gets."""
+    call.refuse_stale()
     padded = fit.padded(call.tensors, fills)
     versions = [version_of(t) for t in padded]
     result = graph(padded, call.tree.rebuild(padded, call.consts))
@@ -91,6 +92,7 @@ def fitted(
     """The graph of a bucket for calls of one size; a call of it costs what a call of any graph does."""
     assert graph.outcome is not None, "the recording kept what it returned"
     made, inputs = Graph(setting, graph.recording, graph.memory), graph.inputs
+    made.paths = graph.paths
     made.inputs, made.step, made.conflicts = inputs, graph.step, graph.conflicts
     made.kept, made.bumped, made.unguarded = graph.kept, graph.bumped, graph.unguarded
     lives = _lives(fit, inputs.tensors)

@@ -18,6 +18,7 @@ from ._results import Attach, ResultPlan, lending
 from ._signature import TensorSpec
 from ._tree import Tree
 from ._whole_step import WholeStep
+from .backends._memory import is_closed
 from .backends.base import STALE, Backend, Recording
 from .errors import StaleOutputError
 
@@ -45,6 +46,15 @@ class Call:
     def opaque(self) -> list[tuple[str, Any]]:
         """The arguments that are compared by identity, with their paths."""
         return [(self.tree.const_paths[i], self.consts[i]) for i in self.tree.opaque]
+
+    def refuse_stale(self) -> None:
+        """Refuse, before anything runs, a static output that a later replay overwrote.
+
+        Raises:
+            StaleOutputError: which argument it is.
+        """
+        if any(map(is_closed, self.tensors)):
+            raise stale_input(self.tree.tensor_paths, self.tensors)
 
 
 class Order(NamedTuple):
@@ -129,6 +139,8 @@ class Graph:
         self.inputs: StaticInputs  # owned here: a graph holds addresses only
         self.copied: Sequence[Tensor] = ()
         self.conflicts: frozenset[int] = frozenset()
+        self.paths: Sequence[str] = ()
+        """Names of the tensors that it is called with."""
         self.kept: list[Tensor] = []
         self.bumped: list[Tensor] = []
         self.instance: Instance | None = None
@@ -207,21 +219,19 @@ class Graph:
             if self.fill is not None:
                 self.fill(tensors)
         except RuntimeError as error:
-            stale = stale_input(error)
-            if stale is None:
+            if STALE not in str(error):
                 raise
-            raise stale from None  # whose text holds the storage's own
+            raise stale_input(self.paths, tensors) from None  # whose text holds the storage's own
 
 
 def _never(error: BaseException) -> bool:
     return False
 
 
-def stale_input(error: RuntimeError) -> StaleOutputError | None:
-    """The error for an argument that is a static output closed by a later replay."""
-    if STALE not in str(error) or isinstance(error, StaleOutputError):
-        return None
-    return StaleOutputError(f"an argument is a static output that {STALE}")
+def stale_input(paths: Sequence[str], tensors: Sequence[Tensor]) -> StaleOutputError:
+    """The error for the first argument that is a static output closed by a later replay."""
+    named = (f"argument `{path}`" for path, t in zip(paths, tensors, strict=False) if is_closed(t))
+    return StaleOutputError(f"{next(named, 'an argument')} is a static output that {STALE}")
 
 
 def plan_launch(

@@ -174,6 +174,7 @@ class Life:
 
     def advance(self, entry: Entry, call: Call) -> Any:
         """Make this call's result by the way that brings its signature nearer to a graph."""
+        call.refuse_stale()
         refused = entry.refusal or self._too_often(entry)
         if refused is not None:
             return self.plain.refuse(refused, call)

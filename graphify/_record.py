@@ -164,6 +164,7 @@ class _Recorder:
             memory = backend.pool(self.device) if alone else pool.memory(backend, self.device)
             recording, (result, hidden) = self._capture(memory, generators)
             graph = Graph(self.setting, recording, memory)
+            graph.paths = self.call.tree.tensor_paths
             guard = self._plan(graph, result, hidden)
         except BaseException:
             self._restore(recording, streams)

@@ -191,6 +191,7 @@ class Sizes:
 
     def advance(self, entry: Entry, call: Call) -> Any:
         """Make this call's result by the way that brings its bucket nearer to a graph."""
+        call.refuse_stale()
         if not isinstance(entry, Sized):
             return self.life.advance(entry, call)
         if entry.refusal is not None:

@@ -68,13 +68,39 @@ def test_b01_static_results_are_never_silently_stale(backend, device):
 
 
 def test_b01_static_result_as_argument_is_refused_by_name(backend, device):
-    """A stale static result passed back as an argument is a StaleOutputError."""
+    """A stale static result passed back as an argument is a StaleOutputError that names the argument by its path."""
+    if backend == "eager":
+        pytest.skip("the eager backend overwrites nothing")
+    graphed = graphify(lambda x, more: x * 2 + more["y"], backend=backend, outputs="static")
+    fine, *others = rows(4, count=6)
+    results = [graphed(r.to(device), {"y": r.to(device)}) for r in others]
+    for given, path in ((results[-2], "x"), (fine.to(device), "more['y']")):
+        with pytest.raises(StaleOutputError) as raised:
+            graphed(given, {"y": results[-2]})
+        assert str(raised.value) == STALE.format(path)
+
+
+STALE = (
+    "argument `{}` is a static output that a later replay overwrote: "
+    "clone it before that replay, or use outputs='fresh'"
+)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("buckets", [None, [4, 8]])
+def test_b01_static_result_as_argument_of_a_first_call(backend, device, buckets, grad):
+    """A stale static result is refused by name also where no graph stages it: in warm-ups and where it is padded."""
     if backend == "eager":
         pytest.skip("the eager backend overwrites nothing")
     graphed = graphify(lambda x: x * 2, backend=backend, outputs="static")
-    results = [graphed(r.to(device)) for r in rows(4, count=6)]
-    with pytest.raises(StaleOutputError):
-        graphed(results[-2])
+    results = [graphed(r.to(device)) for r in rows(4, 2, count=6)]
+    weight = torch.ones(2, device=device, requires_grad=grad)
+    other = graphify(lambda x, *xs: xs[0] * weight, backend=backend, buckets=buckets)
+    for x in [r.to(device) for r in rows(4, 2)]:
+        with pytest.raises(StaleOutputError) as raised:
+            other(x, results[-2])
+        assert str(raised.value) == STALE.format("xs[0]")
+        equal(x * weight, other(x, x))
 
 
 def test_b02_output_fed_back_as_input(backend, device):

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._undo import below
 from .base import STALE, Copy, Recording, Replay
 
-__all__ = ["Slot", "SpoiledLoan", "copier", "copying", "holders", "is_oom", "spoil", "whole"]
+__all__ = ["Slot", "SpoiledLoan", "copier", "copying", "holders", "is_closed", "is_oom", "spoil", "whole"]
 
 
 _CLOSED = "_graphify_closed"
@@ -92,6 +92,17 @@ class SpoiledLoan:
         setattr(self.tensor, _CLOSED, True)
         if not self.tensor.is_inference():
             torch.autograd.graph.increment_version(self.tensor)
+
+
+def is_closed(tensor: Tensor) -> bool:
+    """Whether this is lent memory whose loan has ended."""
+    if hasattr(tensor, _CLOSED):
+        return True
+    try:
+        tensor.data_ptr()
+    except RuntimeError as error:  # a storage that was closed says so; others have no address at all
+        return STALE in str(error)
+    return False
 
 
 def _refuse_closed(sources: Sequence[Tensor]) -> None:
