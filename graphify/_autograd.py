@@ -5,24 +5,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._ambient import keeps_graph
-from ._backwards import Backward, ordering, record_backward
+from ._backwards import Backward, Known, Part, kind_of, moved, ordering, record_backward
 from ._ends import Group, Wanted, ways_between
 from ._gate import Gate
 from ._graph import Graph, Setting
 from ._layout import family_key
 from ._pulled import Pulled, fitted
 from ._results import Primary
-from ._saved import Saved, modified
-from ._signature import overlap, specs_of
+from ._saved import Saved
 from ._turns import Found, Turn
-from .errors import CaptureError, GraphifyError
+from .errors import CaptureError, alone
 
 __all__ = ["Instance", "Patterns"]
 
@@ -50,16 +50,6 @@ class Patterns:
         self.refused: dict[Any, CaptureError] = {}
 
 
-class _Known(NamedTuple):
-    """A recorded backward and what it reads from outside, with places among the checked, and with addresses."""
-
-    backward: Backward
-    places: list[int]
-    checked: list[Tensor]
-    read: list[Tensor]
-    addresses: list[int]
-
-
 class Instance:
     """One forward recording from its replay to its backward: static inputs, activations, backward recordings.
 
@@ -81,7 +71,7 @@ class Instance:
         self.checked: list[Saved] = []
         self._watched: list[Tensor] = []
         self.read: list[tuple[Tensor, int]] = []
-        self._backwards: dict[Any, _Known] = {}
+        self._backwards: dict[Any, Known] = {}
         self._primaries: list[Primary] = []
         self._outputs: list[Tensor] = []
         self._statics: Sequence[Tensor] = ()
@@ -171,19 +161,23 @@ class Instance:
             return [None] * (len(wants.arguments) + len(wants.others)), Pulled(
                 nothing, lambda places: [None] * len(places), _nobody
             )
-        key = (tuple(g is None for g in grads), *_kind(given))
+        key = (tuple(g is None for g in grads), *kind_of(given))
         with self.setting.pool.lock:
             self.reclaim()
             known = self._backwards.get(key)
-            if known is None:
-                return self._first(turn, key, grads, given)
-            self._check(known, turn.versions)
+            if known is None or known.in_the_way(turn.versions, self.name) is not None:
+                part = turn.asked()
+                for kept, version in zip(self.checked, turn.versions, strict=True):
+                    kept.expect(version)
+                known = self._serving(turn, key, part, grads, given)
+                if known is None:
+                    return self._live(grads, given, part)
             found, self._lent = self._replayed(known.backward, given), known.backward.pulled(given)
             return found, self._lent
 
-    def _replayed(self, backward: Backward, given: tuple[Tensor, ...], *, staged: bool = False) -> Grads:
+    def _replayed(self, backward: Backward, given: tuple[Tensor, ...]) -> Grads:
         """The gradients of a replay; where there was no memory for them, once more with all else let go."""
-        pool = self.setting.pool
+        pool, staged = self.setting.pool, backward.graph.recording.ran
         try:
             grads: Grads = backward.graph(given, (), staged)
         except BaseException as error:
@@ -202,57 +196,69 @@ class Instance:
             self._lent.keep()
             self._lent = None
 
-    def _check(self, known: _Known, versions: list[int]) -> None:
-        if [*map(_version_of, known.checked)] != [versions[place] for place in known.places]:
-            for place, tensor in zip(known.places, known.checked, strict=True):
-                if tensor._version != versions[place]:
-                    raise modified(tensor, versions[place])
-        if [*map(Tensor.data_ptr, known.read)] != known.addresses:
-            raise self._moved()
-
-    def _moved(self) -> GraphifyError:
-        return GraphifyError(
-            f"a tensor that `{self.name}` reads was bound to other memory between its forward and its backward: "
-            "assign `.data` or cast the module after the backward"
-        )
-
-    def _first(self, turn: Turn, key: Any, grads: Grads, given: tuple[Tensor, ...]) -> Found:
-        """Record the backward for a new pattern of incoming gradients, and replay it once."""
-        patterns, backend = self.patterns, self.setting.backend
-        for kept, version in zip(self.checked, turn.versions, strict=True):
-            kept.expect(version)
-        for kept in self.saved:
-            kept.used = False
-        if self.wanted.real and backend.nodes_have_streams:
+    def _serving(
+        self, turn: Turn, key: Any, part: Part, grads: Grads, given: tuple[Tensor, ...]
+    ) -> Known | None:
+        """The recording to replay; None where the backward has to run live."""
+        if self.wanted.real and self.setting.backend.nodes_have_streams:
             # A capture would have to wait for the stream of that tensor's node.
-            return self._live(grads, given)
-        error = patterns.refused.get(key)
-        if error is None:
-            try:
-                backward = self._recorded(grads, given, key[1])
-            except CaptureError as refused:
-                patterns.refused[key] = error = refused
-            else:
-                self._backwards[key] = self._known(backward)
-                patterns.recorded()
-                ran = backward.graph.recording.ran
-                found, self._lent = self._replayed(backward, given, staged=ran), backward.pulled(given)
-                return found, self._lent
-        if self.drew and backend.nodes_have_streams:
-            raise error  # a random operator's backward looks on the device for what a live one has on the host
-        patterns.refuse(error)
-        return self._live(grads, given)
+            return None
+        try:
+            return self._prepared(turn, key, part, grads, given)
+        except CaptureError as error:
+            refused = alone(error)
+        if self.drew and self.setting.backend.nodes_have_streams:
+            raise refused  # a random operator's backward looks on the device for what a live one has on the host
+        self.patterns.refuse(refused)
+        return None
 
-    def _known(self, backward: Backward) -> _Known:
+    def _prepared(self, turn: Turn, key: Any, part: Part, grads: Grads, given: tuple[Tensor, ...]) -> Known:
+        """A backward to all ends; where that fails, to those alone that are asked for."""
+        if all(part):
+            return self._ready(turn, key, None, grads, given)
+        less = (*key, part)
+        if less not in self._backwards and less not in self.patterns.refused:
+            try:
+                return self._ready(turn, key, None, grads, given)
+            except Exception as error:  # what is in the way of ends that are asked for is met again
+                alone(error)
+        return self._ready(turn, less, part, grads, given)
+
+    def _ready(
+        self, turn: Turn, key: Any, part: Part | None, grads: Grads, given: tuple[Tensor, ...]
+    ) -> Known:
+        known = self._backwards.get(key)
+        if known is None:
+            return self._first(key, part, grads, given)
+        error = known.in_the_way(turn.versions, self.name)
+        if error is not None:
+            raise error
+        return known
+
+    def _first(self, key: Any, part: Part | None, grads: Grads, given: tuple[Tensor, ...]) -> Known:
+        """Record the backward for a new pattern of incoming gradients."""
+        patterns = self.patterns
+        if key in patterns.refused:
+            raise patterns.refused[key]
+        try:
+            backward = self._recorded(grads, given, key[1], part)
+        except CaptureError as error:
+            patterns.refused[key] = error
+            raise
+        patterns.recorded()
+        known = self._backwards[key] = self._known(backward)
+        return known
+
+    def _known(self, backward: Backward) -> Known:
         places, read = [i for i, kept in enumerate(self.checked) if kept.used], self._used()
         checked = [self.checked[i].tensor for i in places]
-        return _Known(backward, places, checked, [t for t, _ in read], [address for _, address in read])
+        return Known(backward, places, checked, [t for t, _ in read], [address for _, address in read])
 
-    def _live(self, grads: Grads, given: tuple[Tensor, ...]) -> Found:
+    def _live(self, grads: Grads, given: tuple[Tensor, ...], part: Part) -> Found:
         """Run the backward for real, through the activations that the last replay left."""
         backend = self.setting.backend
         backend.order(self.memory)
-        found = self.run(grads, given)
+        found = self.run(grads, given, part)
         backend.hand_over(g for g in found if g is not None)
         # What the recording owns must not leave it: the next replay writes there.
         saved = (kept.tensor for kept in self.saved)
@@ -265,50 +271,40 @@ class Instance:
             fitting, lambda places: [taken[i] for i in places], ordering(self.setting, self.memory)
         )
 
-    def run(self, grads: Sequence[Any], given: Sequence[Tensor]) -> Grads:
-        """Run the backward of the last replay for the outputs that have a gradient."""
+    def run(self, grads: Sequence[Any], given: Sequence[Tensor], part: Part | None) -> Grads:
+        """Run the backward of the last replay for the outputs that have a gradient, to these ends or to all."""
+        edges = self.wanted.edges if part is None else [*compress(self.wanted.edges, part)]
         outputs = [t for t, g in zip(self._outputs, grads, strict=True) if g is not None]
+        for kept in self.saved:
+            kept.used = False
         with unhooked([*self.wanted.leaves, *self.wanted.others]):
-            found: Grads = torch.autograd.grad(
-                outputs, self.wanted.edges, given, retain_graph=True, allow_unused=True
-            )
+            found: Grads = torch.autograd.grad(outputs, edges, given, retain_graph=True, allow_unused=True)
         # Known only now: what the recording saved is where it was, whatever became of the tensor.
         if any(t.data_ptr() != address for t, address in self._used()):
-            raise self._moved()
-        return found
+            raise moved(self.name)
+        if part is None:
+            return found
+        rest = iter(found)
+        return [next(rest) if asked else None for asked in part]
 
     def _used(self) -> list[tuple[Tensor, int]]:
         used = {family_key(kept.tensor) for kept in self.checked if kept.used}
         return [(t, address) for t, address in self.read if family_key(t) in used]
 
-    def _recorded(self, grads: Grads, given: tuple[Tensor, ...], specs: Sequence[Any]) -> Backward:
+    def _recorded(
+        self, grads: Grads, given: tuple[Tensor, ...], specs: Sequence[Any], part: Part | None
+    ) -> Backward:
         mask = [None if g is None else True for g in grads]
         generators = self.patterns.generators()
         for last in (False, True):
             try:
                 with self.setting.backend.scope(self.device, stream=self.stream):
-                    return record_backward(self, mask, given, specs, generators)
+                    return record_backward(self, mask, given, specs, part, generators)
             except Exception as error:
                 if last or not self.setting.backend.is_oom(error):
                     raise
             self.patterns.make_way()
         raise AssertionError("the second time returns or raises")
-
-
-def _kind(given: tuple[Tensor, ...]) -> tuple[Any, Any]:
-    """What tells incoming gradients of one pattern from another: layouts, and which share memory."""
-    if any(map(_is_batched, given)):
-        raise GraphifyError(
-            "batched gradients (`is_grads_batched=True`, a vectorized Jacobian) through a replay: "
-            "make the call inside `with graphify.disabled():`"
-        )
-    return specs_of(len(given))(given), overlap(given)
-
-
-# Without it a batched gradient still raises, with torch's own words for a copy under vmap.
-_is_batched: Callable[[Tensor], bool] = getattr(
-    torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
-)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,18 +17,23 @@ from ._inputs import StaticInputs
 from ._layout import family_key
 from ._pulled import Pulled, fitted
 from ._results import ResultPlan
-from ._signature import TensorSpec
+from ._saved import modified
+from ._signature import TensorSpec, overlap, specs_of
 from ._survey import Survey
 from ._trial import HostRandomness
 from ._undo import UndoLog
 from ._watch import Watch, watching
 from .backends.base import Recording
-from .errors import CaptureError
+from .errors import CaptureError, GraphifyError
 
-__all__ = ["Backward", "Forward", "ordering", "record_backward"]
+__all__ = ["Backward", "Forward", "Known", "Part", "kind_of", "moved", "ordering", "record_backward"]
 
 _TWICE = "Python runs when a backward is recorded; a replay repeats device work only"
 _FIX = "keep Python state out of backward hooks and of `backward` methods"
+
+
+Part = tuple[bool, ...]
+"""For each end whether its gradient is asked for."""
 
 
 class Forward(Protocol):
@@ -38,8 +44,10 @@ class Forward(Protocol):
     memory: Any
     wanted: Wanted
 
-    def run(self, grads: Sequence[Any], given: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Run the backward for the outputs that have a gradient."""
+    def run(
+        self, grads: Sequence[Any], given: Sequence[Tensor], part: Part | None
+    ) -> Sequence[Tensor | None]:
+        """Run the backward for the outputs that have a gradient, to these ends or to all."""
 
 
 class Backward(NamedTuple):
@@ -49,19 +57,65 @@ class Backward(NamedTuple):
     pulled: Callable[[tuple[Tensor, ...]], Pulled]
 
 
+class Known(NamedTuple):
+    """A recorded backward and what it reads from outside, with places among the checked, and with addresses."""
+
+    backward: Backward
+    places: list[int]
+    checked: list[Tensor]
+    read: list[Tensor]
+    addresses: list[int]
+
+    def in_the_way(self, versions: list[int], name: str) -> RuntimeError | None:
+        """Why it cannot be replayed for a forward that left these versions."""
+        if [*map(_version_of, self.checked)] != [versions[place] for place in self.places]:
+            for place, tensor in zip(self.places, self.checked, strict=True):
+                if tensor._version != versions[place]:
+                    return modified(tensor, versions[place])
+        return moved(name) if [*map(Tensor.data_ptr, self.read)] != self.addresses else None
+
+
+_version_of = attrgetter("_version")
+
+
+def moved(name: str) -> GraphifyError:
+    """The error for a tensor that a backward would look for elsewhere than its forward."""
+    return GraphifyError(
+        f"a tensor that `{name}` reads was bound to other memory between its forward and its backward: "
+        "assign `.data` or cast the module after the backward"
+    )
+
+
+def kind_of(given: tuple[Tensor, ...]) -> tuple[Any, Any]:
+    """What tells incoming gradients of one pattern from another: layouts, and which share memory."""
+    if any(map(_is_batched, given)):
+        raise GraphifyError(
+            "batched gradients (`is_grads_batched=True`, a vectorized Jacobian) through a replay: "
+            "make the call inside `with graphify.disabled():`"
+        )
+    return specs_of(len(given))(given), overlap(given)
+
+
+# Without it a batched gradient still raises, with torch's own words for a copy under vmap.
+_is_batched: Callable[[Tensor], bool] = getattr(
+    torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
+)
+
+
 def record_backward(
     forward: Forward,
     mask: Sequence[Any],
     given: tuple[Tensor, ...],
     specs: Sequence[Any],
+    part: Part | None,
     generators: Sequence[torch.Generator],
 ) -> Backward:
-    """Record the backward for these incoming gradients. Call inside the backend's scope.
+    """Record the backward for these incoming gradients, to these ends or to all. Call inside the backend's scope.
 
     Raises:
         CaptureError: the run cannot be a graph; Python state and random streams are as before.
     """
-    recorder = _BackwardRecorder(forward, mask, given, [TensorSpec(*spec) for spec in specs])
+    recorder = _BackwardRecorder(forward, mask, given, [TensorSpec(*spec) for spec in specs], part)
     return recorder.backward(generators)
 
 
@@ -69,10 +123,15 @@ class _BackwardRecorder:
     """The state of one backward recording while it is made."""
 
     def __init__(
-        self, forward: Forward, mask: Sequence[Any], given: tuple[Tensor, ...], specs: Sequence[TensorSpec]
+        self,
+        forward: Forward,
+        mask: Sequence[Any],
+        given: tuple[Tensor, ...],
+        specs: Sequence[TensorSpec],
+        part: Part | None,
     ) -> None:
         # Weak, because a backend that records the run itself keeps this recorder, and the forward keeps that.
-        self._forward, self.mask, self.setting = weakref.ref(forward), mask, forward.setting
+        self._forward, self.mask, self.part, self.setting = weakref.ref(forward), mask, part, forward.setting
         self.inputs = StaticInputs(given, specs, forward.device, frozenset())
         self.before: Survey | None = self._survey()
         self.host = HostRandomness(forward.device)
@@ -118,10 +177,10 @@ class _BackwardRecorder:
     def _run(self) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """What is recorded: the gradients, and those of the leaves in the layout of `.grad`."""
         if self.before is None:
-            found = self.forward.run(self.mask, self.inputs.tensors)
+            found = self.forward.run(self.mask, self.inputs.tensors, self.part)
             return found, self._fitting(found)
         with watching(self.watch, self.setting.backend.listen):
-            found = self.forward.run(self.mask, self.inputs.tensors)
+            found = self.forward.run(self.mask, self.inputs.tensors, self.part)
         self._compare(self.before)
         if any(g is not None and g.layout is not torch.strided for g in found):
             raise CaptureError(

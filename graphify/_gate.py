@@ -19,7 +19,7 @@ from ._ambient import current_backward, keeps_graph
 from ._arrivals import Arrivals, at_end
 from ._pulled import Pulled, summed
 
-__all__ = ["Gate", "close_gates", "gated", "leave", "let_go"]
+__all__ = ["Gate", "asks_for", "close_gates", "gated", "leave", "let_go"]
 
 _KINDS = (Tensor, nn.Parameter)
 _will_run: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
@@ -246,6 +246,16 @@ def let_go(node: Any) -> bool:
 def gated(tensor: Tensor, device: torch.device) -> bool:
     """Whether a tensor that needs gradients can be behind a gate."""
     return tensor.is_leaf and type(tensor) in _KINDS and tensor.device == device
+
+
+def asks_for(node: Any) -> bool:
+    """Whether the running backward comes to a node, or gives what that would be given."""
+    if node is None or _will_run is None:
+        return node is not None
+    try:
+        return _will_run(node)
+    except RuntimeError:  # a leaf whose gradient `torch.autograd.grad` was asked for
+        return True
 
 
 def close_gates() -> None:

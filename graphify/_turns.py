@@ -14,7 +14,7 @@ from torch import Tensor
 from ._ambient import current_backward, keeps_graph
 from ._arrivals import at_end
 from ._ends import Group, Wanted
-from ._gate import Gate, leave, let_go
+from ._gate import Gate, asks_for, leave, let_go
 from ._pulled import Pulled, fitted, summed
 from .errors import GraphifyError
 
@@ -90,6 +90,7 @@ class Turn:
         self._freed = self._went = 0
         self._nodes: list[Callable[[], Any]] = [_nobody] * len(self._once)
         self._tasks: dict[int, _Task] = {}
+        self._ends: dict[int, weakref.ref[Any]] = {}
 
     def tie(self, sources: Sequence[Tensor], parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """Give the results of the call their nodes."""
@@ -123,6 +124,33 @@ class Turn:
         """Know the node of one result, or that of all."""
         for i in range(len(self._nodes)) if number is None else (number,):
             self._nodes[i] = weakref.ref(node)
+
+    def leads(self, reach: int, node: Any) -> None:
+        """Know the node that leads to a group of ends."""
+        self._ends[reach] = weakref.ref(node)
+        self.source.wait(reach, node)
+
+    def asked(self) -> tuple[bool, ...]:
+        """Which of the ends the running backward asks for: not those that `inputs=` leaves out."""
+        wants = self.source.wanted
+        found = [False] * len(wants.edges)
+        at, end = len(wants.arguments), len(wants.arguments) + len(wants.leaves)
+        for reach, group in self.source.groups.items():
+            places = [*group.arguments, *(at + i for i in group.leaves), *(end + i for i in group.others)]
+            for place, node in zip(places, self._behind(reach, len(group.arguments)), strict=False):
+                found[place] = asks_for(node)
+        return tuple(found)
+
+    def _behind(self, reach: int, arguments: int) -> list[Any]:
+        """The nodes behind that of a group: its arguments', its leaves', its others', and further groups'."""
+        node = self._ends[reach]()
+        if node is None:
+            return []
+        nodes = [further for further, _ in node.next_functions]
+        if node.gate is not None:
+            leaves = [further for further, _ in nodes[arguments].next_functions]
+            nodes[arguments : arguments + 1] = leaves[1:]  # the first is nobody's
+        return nodes
 
     def waits(self) -> bool:
         """Whether a backward may still come for which eager would have kept what it saved."""
@@ -241,7 +269,7 @@ class _Joined(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.turn, ctx.reach, ctx.gate = turn, 0, gate
         turn.own(ctx)
-        turn.source.wait(0, ctx)
+        turn.leads(0, ctx)
         return tuple(parts)
 
     @staticmethod
@@ -260,7 +288,7 @@ class _Ends(torch.autograd.Function):
     def forward(ctx: Any, turn: Turn, reach: int, gate: Gate | None, *inputs: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.turn, ctx.reach, ctx.gate = turn, reach, gate
-        turn.source.wait(reach, ctx)
+        turn.leads(reach, ctx)
         return torch.empty((), device=turn.source.device)
 
     @staticmethod
