@@ -29,6 +29,9 @@ class GraphPool:
 
     Replays of one pool run one after the other, also across threads and streams. A static output
     (`outputs="static"`) is closed when *any* recording of its pool replays.
+
+    Copies of what holds a pool, `copy.deepcopy` included, share it. It belongs to its process: a pickled one
+    comes back as a new pool.
     """
 
     def __init__(self) -> None:
@@ -40,6 +43,15 @@ class GraphPool:
         """Raised after the work of a replay."""
         self._memory: dict[tuple[str, torch.device], Any] = {}
         self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+
+    def __copy__(self) -> GraphPool:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphPool:
+        return self
+
+    def __reduce__(self) -> tuple[type[GraphPool], tuple[()]]:
+        return type(self), ()
 
     def join(self, member: Member) -> None:
         """Ask this member, too, when the pool must go."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -205,6 +206,39 @@ class TestLimits:
             x, y = torch.randn(n, 3, device=device), torch.randn(n, 3, device=device)
             assert torch.equal(twice(x).clone(), x * 2)
             assert torch.equal(thrice(y), y * 3)
+
+    @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+    def test_a_copy_of_a_pool_is_the_pool(
+        self, backend: str, device: torch.device, copied: Callable[[Any], Any]
+    ) -> None:
+        """What is copied with the wrappers that it holds shares its pool with them, in use or not."""
+        pool = GraphPool()
+        step = graphify(lambda x: x * 2, pool=pool, backend=backend, **ROWS)
+        for n in (3, 3, 3):
+            x = torch.randn(n, 3, device=device)
+            assert torch.equal(step(x), x * 2)
+            assert copied(pool) is pool
+            assert copied({"pool": pool})["pool"] is pool
+
+    @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+    def test_a_pickled_pool_is_a_new_one(self, backend: str, device: torch.device, protocol: int) -> None:
+        """A pool belongs to its process: what comes back is one empty pool for all who shared it, and works."""
+        pool = GraphPool()
+        step = graphify(lambda x: x * 2, pool=pool, backend=backend, **ROWS)
+        x = torch.randn(3, 3, device=device)
+        assert torch.equal(step(x), x * 2)
+        assert torch.equal(step(x), x * 2)
+
+        one, other = pickle.loads(pickle.dumps((pool, pool), protocol))
+
+        assert type(one) is GraphPool
+        assert one is other
+        assert one is not pool
+        again = graphify(lambda x: x * 3, pool=one, backend=backend, **ROWS)
+        for n in (3, 2, 3, 4, 3):
+            x = torch.randn(n, 3, device=device)
+            assert torch.equal(again(x), x * 3)
+            assert torch.equal(step(x), x * 2)
 
     def test_threads(self, backend: str, device: torch.device) -> None:
         """Four threads with sizes of their own get their own rows back."""
