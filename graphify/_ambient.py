@@ -139,11 +139,29 @@ def same_ambient(device_type: str, expected: Ambient, *, private: bool = True) -
     for name, value in zip(Ambient._fields, expected, strict=True):
         code = _getter(name, device_type, private, space)
         if code != "None" and name not in covered:
-            space[f"e_{name}"] = value
-            tests.append(f"{code} == e_{name}")
-    exec(compile(f"def same(): return {' and '.join(tests)}", "<graphify ambient>", "exec"), space)
+            tests += _tests(name, code, value, space)
+    body = f"def same():\n try:\n  return {' and '.join(tests)}\n except RuntimeError:\n  return False"
+    exec(compile(body, "<graphify ambient>", "exec"), space)
     same: Callable[[], bool] = space["same"]
     return same
+
+
+def _tests(name: str, code: str, value: Any, space: dict[str, Any]) -> list[str]:
+    """The cheapest expressions that are true while a switch has this value."""
+    if isinstance(value, bool):
+        return [code if value else f"not {code}"]
+    if name == "default_device" and value is None:
+        space["function_modes"] = function_modes
+        return [f"(not function_modes() or {code} is None)"]
+    if name == "float32_precision" and value in _TF32_PAIRS:
+        space.update(matmul_tf32=_matmul_tf32, conv_tf32=_conv_tf32)
+        return [f"matmul_tf32() is {value[0]} and conv_tf32() is {value[1]}"]
+    space[f"e_{name}"] = value
+    return [f"{code} == e_{name}"]
+
+
+_TF32_PAIRS = tuple((a, b) for a in (False, True) for b in (False, True))
+"""What the quick reader of the float32 precision answers; the exact one answers names."""
 
 
 _GUARDED = frozenset({"grad_mode", "autocast", "default_dtype", "deterministic", "deterministic_warn_only"})
@@ -185,7 +203,8 @@ def _special(name: str, device_type: str, private: bool) -> tuple[Switch | None,
         return getter or None, "tuple({0}())" if getter else "()"
     if name == "device_index":
         known = device_type != "cpu" and torch.accelerator.is_available()
-        return torch.accelerator.current_device_index, "{0}()" if known else "None"
+        getter = private and getattr(torch._C, "_accelerator_getDeviceIndex", None)
+        return getter or torch.accelerator.current_device_index, "{0}()" if known else "None"
     return _reduction(name, private), "{0}()" if device_type == "cuda" else "None"
 
 
@@ -196,13 +215,17 @@ def _reduction(name: str, private: bool) -> Switch:
     return getter or (lambda: (getattr(_cuda.matmul, long), getattr(_cuda.matmul, split)))
 
 
+_matmul_tf32: Switch | None = getattr(torch._C, "_get_cublas_allow_tf32", None)
+_conv_tf32: Switch | None = getattr(torch._C, "_get_cudnn_allow_tf32", None)
+
+
 def _float32(device_type: str, private: bool) -> Switch:
     """The float32 precision of matmul, conv and rnn."""
     exact = _float32_public(device_type)
     one = getattr(torch._C, "_get_fp32_precision_getter", None) if private else None
     if device_type != "cuda" and one is not None:
         return lambda: (one("mkldnn", "matmul"), one("mkldnn", "conv"), one("mkldnn", "rnn"))
-    matmul, conv = (getattr(torch._C, f"_get_{name}_allow_tf32", None) for name in ("cublas", "cudnn"))
+    matmul, conv = _matmul_tf32, _conv_tf32
     if not private or device_type != "cuda" or matmul is None or conv is None:
         return exact
 
@@ -260,7 +283,7 @@ def _probes(private: bool) -> tuple[Switch, Switch, Switch, Switch]:
 
 def _inactive_by(probes: tuple[Switch, Switch, Switch, Switch]) -> Callable[[], str | None]:
     tracing, transform, dispatch, function = probes
-    is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+    is_dynamo_compiling, graded = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 
     def inactive() -> str | None:
         """Why graphs are off right now: "compiling", "functorch", "mode" and the like; None when they are on."""
@@ -271,19 +294,15 @@ def _inactive_by(probes: tuple[Switch, Switch, Switch, Switch]) -> Callable[[], 
             return "functorch"
         if dispatch() or (function() and _foreign_function_mode()):
             return "mode"
-        return _observed()
+        # Somebody follows autograd itself, which a replay would not show to them.
+        if forward_ad._current_level >= 0:
+            return "forward_ad"
+        if _anomaly():
+            return "anomaly"
+        # Saved-tensor hooks of the caller: a checkpoint around the call, activations kept on the CPU.
+        return "hooks" if graded() and _saved_hooks(False) is not None else None
 
     return inactive
-
-
-def _observed() -> str | None:
-    """Whether somebody follows autograd itself, which a replay would not show to them."""
-    if forward_ad._current_level >= 0:
-        return "forward_ad"
-    if _anomaly():
-        return "anomaly"
-    # Saved-tensor hooks of the caller: a checkpoint around the call, activations kept on the CPU.
-    return "hooks" if torch.is_grad_enabled() and _saved_hooks(False) is not None else None
 
 
 _anomaly: Switch = _first("_C.is_anomaly_enabled") or torch.is_anomaly_enabled

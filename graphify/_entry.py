@@ -74,7 +74,7 @@ class Entry:
             and self.key[1] == tokens
             and self.same_ambient()
             and self.matches(*tensors)
-            and overlap(tensors) == self.key[3]
+            and (len(tensors) == 1 or overlap(tensors) == self.key[3])
             and self.holds()
             and (self.admits is None or self.admits(tensors))
         )

@@ -103,10 +103,10 @@ class Gate:
             pulled.lend(end)
             taken = _Taken(current_backward(), direct, [], pulled)
         else:
-            copies = pulled.copies()
-            served = all(d or grad is None for d, grad in zip(direct, copies, strict=True))
-            others = copies if served else pulled.hand_out()
-            grads = [mine if d else other for d, mine, other in zip(direct, copies, others, strict=True)]
+            grads = [*pulled.copies()]
+            others = tuple(i for i, d in enumerate(direct) if not d and grads[i] is not None)
+            for i, other in zip(others, pulled.hand_out(others), strict=True):
+                grads[i] = other
             taken = _Taken(current_backward(), direct, grads, None)
         with self._lock:
             self._pulled.append(taken)

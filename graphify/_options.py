@@ -13,20 +13,20 @@ from ._padding import Pad
 from ._pool import GraphPool
 from .buckets import Buckets
 
-__all__ = ["BACKENDS", "Options", "disabled", "switched_off"]
+__all__ = ["BACKENDS", "Options", "disabled", "switch"]
 
 BACKENDS = ("auto", "cuda", "tape", "eager")
 
 
-class _Thread(threading.local):
-    off = False
+class _Switch(threading.local):
+    off = os.environ.get("GRAPHIFY_DISABLE", "") not in ("", "0")
+    """Whether `disabled()` or the environment asks this thread for plain functions."""
 
 
-_thread = _Thread()
+switch = _Switch()
 _VERIFY = os.environ.get("GRAPHIFY_VERIFY", "") or "0"
 if not _VERIFY.isdecimal():
     raise ValueError(f"GRAPHIFY_VERIFY is the number of replays per graph to verify, not {_VERIFY!r}")
-_DISABLED = os.environ.get("GRAPHIFY_DISABLE", "") not in ("", "0")
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,9 @@ def disabled() -> Iterator[None]:
 
     Works as a decorator too. `GRAPHIFY_DISABLE=1` in the environment does the same for the whole process.
     """
-    before = _thread.off
-    _thread.off = True
+    before = switch.off
+    switch.off = True
     try:
         yield
     finally:
-        _thread.off = before
-
-
-def switched_off() -> bool:
-    """Whether `disabled()` or the environment asks for plain functions."""
-    return _thread.off or _DISABLED
+        switch.off = before

@@ -32,9 +32,9 @@ class Pulled:
         self._task = -1
         self._end: Callable[[], Any] = _over
 
-    def hand_out(self) -> Grads:
-        """Copies of the caller's own."""
-        return self._give(self._places)
+    def hand_out(self, places: tuple[int, ...] | None = None) -> Grads:
+        """Copies of the caller's own, of all or of those at these places."""
+        return self._give(self._places if places is None else tuple(self._places[i] for i in places))
 
     def some(self, places: Sequence[int]) -> Pulled:
         """Those at these places."""

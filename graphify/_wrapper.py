@@ -17,7 +17,7 @@ from ._binding import binder_of
 from ._entry import Entry, Table
 from ._graph import Call, Setting
 from ._life import Life
-from ._options import Options, disabled, switched_off
+from ._options import Options, disabled, switch
 from ._pool import GraphPool
 from ._signature import ambient_reader, inactive, matcher_of, overlap, same_ambient
 from ._sizes import Sizes, sizes_wanted
@@ -108,7 +108,7 @@ class Runner:
             raise
 
     def _off(self) -> str | None:
-        if switched_off():
+        if switch.off:
             return "disabled"
         return inactive() or ("nested" if self._backend.busy() else None)
 

@@ -93,13 +93,14 @@ def _stage_kernels(copies: Sequence[Copy]) -> Callable[[Sources], None]:
 def _launch_nodes(
     graph: torch.cuda.CUDAGraph, nodes: Sequence[CopyNode], results: Sources
 ) -> Callable[[], Sequence[Tensor]]:
-    replay, empty = graph.replay, torch.empty_strided
-    forms = [(t.shape, t.stride(), t.dtype, t.device) for t in results]
+    # Dense results: an `empty_like` has their strides, and costs two thirds of an `empty_strided`.
+    replay, empty_like = graph.replay, torch.empty_like
+    originals = [t.detach() for t in results]
     if len(nodes) == 1:
-        put, (size, stride, dtype, device) = nodes[0].put_to, forms[0]
+        put, (original,) = nodes[0].put_to, originals
 
         def launch_one() -> Sequence[Tensor]:
-            fresh = empty(size, stride, dtype=dtype, device=device)
+            fresh = empty_like(original)
             put(fresh.data_ptr())
             replay()
             return (fresh,)
@@ -107,7 +108,7 @@ def _launch_nodes(
         return launch_one
 
     def launch() -> Sequence[Tensor]:
-        made = [empty(size, stride, dtype=dtype, device=device) for size, stride, dtype, device in forms]
+        made = [empty_like(t) for t in originals]
         for node, fresh in zip(nodes, made, strict=True):
             node.put_to(fresh.data_ptr())
         replay()

@@ -113,17 +113,18 @@ class CopyNode:
     def take_from(self, address: int) -> None:
         """Copy from this address at the next launches."""
         self.ends.source = address
-        self._move()
+        if code := self._update(*self._args):
+            raise _not_moved(code)
 
     def put_to(self, address: int) -> None:
         """Copy to this address at the next launches."""
         self.ends.target = address
-        self._move()
+        if code := self._update(*self._args):
+            raise _not_moved(code)
 
-    def _move(self) -> None:
-        code = self._update(*self._args)
-        if code != 0:
-            raise RuntimeError(f"cuGraphExecMemcpyNodeSetParams failed with CUDA driver error {code}")
+
+def _not_moved(code: int) -> RuntimeError:
+    return RuntimeError(f"cuGraphExecMemcpyNodeSetParams failed with CUDA driver error {code}")
 
 
 def add_copies(graph: torch.cuda.CUDAGraph, before: Sequence[CopyNode], after: Sequence[CopyNode]) -> None:

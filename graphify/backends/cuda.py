@@ -61,7 +61,7 @@ class CudaPool:
     """A graph memory pool, and the stream on which it was last replayed."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.index = device, device.index
         self.handle = torch.cuda.graph_pool_handle()
         self.last_stream: torch.cuda.Stream | None = None
         self.last_raw: int | None = None
@@ -189,6 +189,7 @@ class CudaBackend:
             self._started = True
             if not _is_capturing():
                 _settle_attention()
+            vars(self)["busy"] = _is_capturing  # asked at each call
         return self._started and _is_capturing()
 
     @contextmanager
@@ -267,7 +268,7 @@ class CudaBackend:
 
     def order(self, pool: CudaPool) -> None:
         """Queue this stream's work behind the pool's last replay when that ran on another stream."""
-        raw = _raw_stream(pool.device.index)
+        raw = _raw_stream(pool.index)
         if raw != pool.last_raw:
             current = torch.cuda.current_stream(pool.device)
             if pool.last_stream is not None:
