@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
@@ -35,6 +35,7 @@ from ._verdicts import (
     shared_memory,
     side_effect,
     unknown_result,
+    without_memory,
 )
 from ._watch import Watch, watching
 from ._whole_step import WholeStep, hooks_on
@@ -43,6 +44,7 @@ from .errors import CaptureError
 
 __all__ = ["NeedsGradError", "Recorded", "has_gradients", "record"]
 
+_PARTS = "{} its parts, such as `indices()` and `values()`, or its dense form, or do this part outside"
 _ONCE = "Python runs when a graph is recorded; a replay repeats device work only"
 
 
@@ -136,7 +138,9 @@ class _Recorder:
         self.saved: list[Saved] = []
         needing = self._needing()
         # A tensor with a history of its own would let a backward go on behind it, to leaves that are reached anyway.
-        cut = setting.backend.nodes_have_streams or any(not t.is_leaf for t in needing)
+        # And a backward inside shows at a stand-in, whatever becomes of the gradients.
+        inside = self.step is not None
+        cut = inside or setting.backend.nodes_have_streams or any(not t.is_leaf for t in needing)
         self.stand_ins = StandIns(needing if cut else ())
 
     def _taking(self, order: Order) -> Callable[[int, Tensor], Tensor | None] | None:
@@ -367,6 +371,7 @@ class _Recorder:
         assert found is not None
         outside = [(t, t) for _, t in self.before.tensors()]
         outside += [(t, t) for t in self.step.made] if self.step is not None else []
+        self._check_memory(zip(tree.tensor_paths, found[0], strict=True), {id(t) for t, _ in outside})
         results = self._let_go(graph, found[0]) if self.setting.sized and self.patterns is None else found[0]
         plan = ResultPlan(results, self.inputs.tensors, [*self.stand_ins.pairs(), *outside])
         if plan.primaries:
@@ -380,6 +385,19 @@ class _Recorder:
         )
         if self.setting.sized and self.instance is None:
             graph.outcome = outcome
+
+    def _check_memory(self, results: Iterable[tuple[str, Tensor]], known: Collection[int]) -> None:
+        """Refuse what has no memory of its own to copy from, or to guard; what only passes through is as good as any."""
+        made = [
+            without_memory(f"`{path}`", t, _PARTS.format("return")) for path, t in results if id(t) not in known
+        ]
+        read = [
+            without_memory(f"a tensor {tuple(t.shape)} that `{self.setting.name}` reads", t, _PARTS.format("read"))
+            for t in self.watch.outside.values()
+        ]
+        for refused in (*made, *read):
+            if refused is not None:
+                raise refused
 
     def _let_go(self, graph: Graph, results: Sequence[Tensor]) -> Sequence[Tensor]:
         """Buckets copy or lend their results before another one replays: they may lie on one memory."""

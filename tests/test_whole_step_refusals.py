@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -118,6 +118,42 @@ def test_a_loss_that_still_needs_gradients(backend, device):
         error.why == "its backward is in the graph already, and a second one would need what the first let go"
     )
     assert error.fix == "`return loss.detach()`"
+
+
+def clear_by_hand(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = None
+
+
+ENDS: dict[str, Callable[[torch.optim.Optimizer], None]] = {
+    "None": lambda optimizer: optimizer.zero_grad(),
+    "zeros": lambda optimizer: optimizer.zero_grad(set_to_none=False),
+    "by hand": clear_by_hand,
+}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_loss_that_still_needs_gradients_though_none_are_left(backend, device, end, kept):
+    """A step that clears its gradients at the end is refused with the same words, and leaves no trace."""
+    net, optimizer = pair(device)
+    optimizer.zero_grad()
+
+    def step(x: Tensor) -> Tensor:
+        loss = sum(p.sum() for p in net.parameters()) * x.mean()
+        loss.backward(retain_graph=kept)
+        optimizer.step()
+        ENDS[end](optimizer)
+        return loss
+
+    graphed, (first, *others) = graphify(step, backend=backend), batches(device, 3)
+    graphed(first)
+    before = left(net, optimizer)
+    for x in others:
+        with pytest.raises(CaptureError, match=r"write: `return loss\.detach\(\)`"):
+            graphed(x)
+        equal(before, left(net, optimizer))
 
 
 def test_a_gradient_penalty_inside_a_step(backend, device):
