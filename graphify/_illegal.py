@@ -20,6 +20,9 @@ READ = "a graph replays device work only; the host cannot read a value in the mi
 SHAPE = "the size of the result depends on values, and a graph has fixed sizes"
 HOST = "a replay repeats the copy from a host address that is gone, so the device would read garbage"
 
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
+_PLAIN |= {torch.memory_format}
+
 
 class Offence(NamedTuple):
     """One thing in a run that a graph cannot hold."""
@@ -31,18 +34,23 @@ class Offence(NamedTuple):
 
 def tensors_in(value: Any) -> Sequence[Tensor]:
     """Every tensor among an operator's arguments or results, which nest lists at most."""
-    if isinstance(value, Tensor):
+    if type(value) is Tensor:
         return (value,)
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (list, tuple)):
-        return ()
+        return (value,) if isinstance(value, Tensor) else ()
     found: list[Tensor] = []
     for item in value:
-        if isinstance(item, Tensor):
+        kind = type(item)
+        if kind is Tensor:
             found.append(item)
-        elif isinstance(item, (list, tuple, dict)):
+        elif kind in _PLAIN:  # a cheap test: `isinstance` of what is no tensor asks Tensor's metaclass
+            continue
+        elif issubclass(kind, (list, tuple, dict)):
             found += tensors_in(item)
+        elif isinstance(item, Tensor):
+            found.append(item)
     return found
 
 
@@ -76,7 +84,7 @@ def foreign(tensors: Iterable[Tensor], device: torch.device) -> Offence | None:
     if device.index is None:
         return None
     for t in tensors:
-        if t.device.type == device.type and t.device != device:
+        if t.device != device and t.device.type == device.type:  # in order of cost
             return Offence(
                 f"a tensor on {t.device} in a graph on {device}",
                 "one graph lives on one device",

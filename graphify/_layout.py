@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,12 +19,14 @@ __all__ = [
 ]
 
 
+_STRIDED = torch.strided
+# The same number as `untyped_storage()._cdata`, without making Python's object of the storage.
+_storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+
+
 def family_key(tensor: Tensor) -> int:
     """The identity of the storage that a tensor views; equal keys mean shared memory."""
-    if tensor.layout is not torch.strided:
-        return -id(tensor)
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return _storage_address(tensor) if tensor.layout is _STRIDED else -id(tensor)
 
 
 def first_byte(tensor: Tensor) -> int:

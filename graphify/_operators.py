@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ._undo import may_write
 __all__ = ["Operator"]
 
 aten = torch.ops.aten
+_OVERLOAD = type(aten.add.Tensor)
 _RESTRIDING = frozenset(
     getattr(aten, name).default
     for name in ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
@@ -23,15 +25,30 @@ _BORN = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 class Operator:
     """One operator on one kind of device."""
 
-    __slots__ = ("_dropout", "born", "composite", "draws", "func", "restrides", "suspect", "writes")
+    __slots__ = (
+        "_dropout",
+        "born",
+        "call",
+        "composite",
+        "draws",
+        "func",
+        "generator",
+        "restrides",
+        "seeds",
+        "suspect",
+        "writes",
+    )
 
     def __init__(self, func: Any, device_type: str) -> None:
         self.func = func  # held, so that its id stays its own
+        self.call: Callable[..., Any] = func._op if type(func) is _OVERLOAD else func
         self.composite = is_composite(func, device_type)
         self.suspect = is_suspect(func)
         self.writes = may_write(func)
         self.restrides = func in _RESTRIDING
         self.born = func in _BORN
+        self.seeds = func is aten.random_.default
+        self.generator = _takes_generator(func)
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self._dropout = self._place_of("dropout_p") if self.draws else None
 
@@ -46,3 +63,9 @@ class Operator:
         place, argument = self._dropout
         given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
         return bool(given)
+
+
+def _takes_generator(func: Any) -> bool:
+    """Whether some call of this operator names a generator; one without a schema may."""
+    schema = getattr(func, "_schema", None)
+    return schema is None or any("Generator" in str(argument.type) for argument in schema.arguments)

@@ -68,7 +68,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.drew = False
         self._seeds: set[int] = set()
         self._operators: dict[int, Operator] = {}
-        self._task = current_backward()
+        self._has_siblings = device.index is not None
+        self._tasks = (-1, current_backward())
         self._start = torch._C._autograd._get_sequence_nr()
 
     @classmethod
@@ -85,8 +86,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = list(tensors_in((args, kwargs)))
-        if any(map(is_traceable_wrapper_subclass, inputs)):
+        if types and any(map(is_traceable_wrapper_subclass, tensors_in((args, kwargs)))):
             return NotImplemented
         operator = self._operators.get(id(func))
         if operator is None:
@@ -94,22 +94,48 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operator.composite:
             with self:
                 return decomposed(func, args, kwargs, self.device.type)
-        self._before(operator, args, kwargs, inputs)
-        result = func(*args, **kwargs)
+        self._before(operator, args, kwargs)
+        result = operator.call(*args, **kwargs)
         self._after(operator, args, kwargs, result)
         return result
 
     @unheard
-    def _before(self, operator: Operator, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
-        self._check(operator, args, kwargs, inputs)
-        self._note_inputs(operator, args, kwargs, inputs)
+    def _before(self, operator: Operator, args: Any, kwargs: dict[str, Any]) -> None:
+        inputs = tensors_in((*args, *kwargs.values()) if kwargs else args)
+        if operator.suspect or self._has_siblings:
+            self._check(operator, args, kwargs, inputs)
+        if current_backward() not in self._tasks:
+            self.backward = True
+        if operator.generator:
+            self._note_generators(args, kwargs)
+        if operator.born:
+            self._note_lifted(inputs)
+        for tensor in inputs:
+            key = family_key(tensor)
+            if key not in self.born and key not in self.given:
+                self._note_outside(tensor, key)
+        if operator.restrides:
+            self.restrided.add(family_key(inputs[0]))
+        if operator.writes:
+            self._note_writes(operator, args, kwargs)
 
     @unheard
     def _after(self, operator: Operator, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        self.drew = self.drew or operator.drew(args, kwargs)
-        self._note_results(operator.func, result)
+        if operator.draws:
+            self.drew = self.drew or operator.drew(args, kwargs)
+        for tensor in tensors_in(result):
+            key = family_key(tensor)
+            if key in self.outside or key in self.given:
+                if not tensor.requires_grad:
+                    self.aliases[id(tensor)] = tensor
+            else:
+                self.born.add(key)
+            if not self.device_work:
+                self.device_work = tensor.device.type == self.device.type
+            if operator.seeds and not tensor.dim():
+                self._seeds.add(key)
 
-    def _check(self, operator: Operator, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]) -> None:
+    def _check(self, operator: Operator, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> None:
         if operator.suspect:
             found = offence(operator.func, args, kwargs, self.device)
         else:
@@ -162,42 +188,28 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = {id(t): t for t in (*arguments, *self.outside.values()) if family_key(t) in self.written}
         return [t for t in found.values() if t.grad_fn is not None and not self.is_older(t)]
 
-    def _note_inputs(
-        self, operator: Operator, args: Any, kwargs: dict[str, Any], inputs: list[Tensor]
-    ) -> None:
-        if current_backward() not in (-1, self._task):
-            self.backward = True
+    def _note_generators(self, args: Any, kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):
                 self.generators[id(value)] = value
-        for tensor in inputs:
-            key = family_key(tensor)
-            if operator.born:
-                self.born.add(key)
-                self._check_lifted(tensor)
-            elif key not in self.born and key not in self.given:
-                if key not in self.outside:
-                    self.outside[key], self.versions[key] = tensor, version_of(tensor)
-                if tensor.requires_grad and not tensor.is_leaf:
-                    self.history.setdefault(id(tensor), tensor)
-        if operator.restrides:
-            self.restrided.add(family_key(inputs[0]))
-        for tensor in writes_of(operator.func, args, kwargs) if operator.writes else ():
-            self.written.add(family_key(tensor))
-            if self.undo is not None and family_key(tensor) not in self.born:
-                self.undo.before_write(tensor)
 
-    def _note_results(self, func: Any, result: Any) -> None:
-        for tensor in tensors_in(result):
-            if func is aten.random_.default and not tensor.dim():
-                self._seeds.add(family_key(tensor))
-            if tensor.device.type == self.device.type:
-                self.device_work = True
+    def _note_lifted(self, inputs: Sequence[Tensor]) -> None:
+        for tensor in inputs:
+            self.born.add(family_key(tensor))
+            self._check_lifted(tensor)
+
+    def _note_outside(self, tensor: Tensor, key: int) -> None:
+        if key not in self.outside:
+            self.outside[key], self.versions[key] = tensor, version_of(tensor)
+        if tensor.requires_grad and not tensor.is_leaf:
+            self.history.setdefault(id(tensor), tensor)
+
+    def _note_writes(self, operator: Operator, args: Any, kwargs: dict[str, Any]) -> None:
+        for tensor in writes_of(operator.func, args, kwargs):
             key = family_key(tensor)
-            if key not in self.outside and key not in self.given:
-                self.born.add(key)
-            elif not tensor.requires_grad:
-                self.aliases[id(tensor)] = tensor
+            self.written.add(key)
+            if self.undo is not None and key not in self.born:
+                self.undo.before_write(tensor)
 
 
 def _averaging() -> Offence | None:
