@@ -49,7 +49,8 @@ class Guard:
     ) -> None:
         kept = [(p, v) for key, (p, v) in survey.places.items() if key not in written]
         self.places = [(p, v) for p, v in kept if not isinstance(p.container, tuple)]
-        self.tensors = once([v for _, v in kept if isinstance(v, Tensor)] + list(outside))
+        tensors = once([v for _, v in kept if isinstance(v, Tensor)] + list(outside))
+        self.tensors = [t for t in tensors if t.layout is torch.strided]  # others have no address
         self.sizes = [(c, len(keys), name) for c, keys, name in survey.sizes]
         self.sizes += [(c, n, name) for c, n, name in survey.hooks]
         self.bulk = survey.bulk

@@ -388,11 +388,16 @@ class _Recorder:
 
     def _check_memory(self, results: Iterable[tuple[str, Tensor]], known: Collection[int]) -> None:
         """Refuse what has no memory of its own to copy from, or to guard; what only passes through is as good as any."""
+        names = {id(t): f"`{place.name}`" for place, t in self.before.tensors()}
         made = [
-            without_memory(f"`{path}`", t, _PARTS.format("return")) for path, t in results if id(t) not in known
+            without_memory(f"`{path}`", t, _PARTS.format("return"))
+            for path, t in results
+            if id(t) not in known
         ]
         read = [
-            without_memory(f"a tensor {tuple(t.shape)} that `{self.setting.name}` reads", t, _PARTS.format("read"))
+            without_memory(
+                names.get(id(t), f"a tensor {tuple(t.shape)} from outside"), t, _PARTS.format("use")
+            )
             for t in self.watch.outside.values()
         ]
         for refused in (*made, *read):

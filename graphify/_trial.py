@@ -54,7 +54,7 @@ class HostRandomness:
 
 def is_large(tensor: Tensor) -> bool:
     """Whether a trial leaves this memory as it was written, since a copy would cost too much."""
-    return tensor.untyped_storage().nbytes() > _LIMIT
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > _LIMIT
 
 
 class Snapshot:

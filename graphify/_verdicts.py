@@ -32,6 +32,7 @@ __all__ = [
     "shared_memory",
     "side_effect",
     "unknown_result",
+    "without_memory",
 ]
 
 _REENTRANT = CheckpointFunction.forward.__code__
@@ -53,6 +54,15 @@ def random_draw(name: str, generator: str) -> CaptureError:
         why=_ONCE,
         fix="draw outside and pass the number as a tensor, or use torch's generator of the device",
     )
+
+
+def without_memory(what: str, tensor: Tensor, fix: str) -> CaptureError | None:
+    """A tensor that is no strided view of one memory, such as a sparse one."""
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return None
+    kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").removeprefix("_")
+    why = "a replay reads and writes at fixed addresses, and the parts of such a tensor have others at each call"
+    return CaptureError(f"{what} is a {kind} tensor", why=why, fix=fix)
 
 
 def is_only_written(change: Change, executed: Executed) -> bool:

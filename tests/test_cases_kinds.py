@@ -13,12 +13,15 @@ import pickle
 import time
 import warnings
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from checks import counts, equal, follows_eager, rows
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from graphify import CaptureError, GraphifyError, GraphifyWarning, InputError, graphify, handle
 from graphify.testing import Call
@@ -221,6 +224,94 @@ def test_x10_layouts_that_cannot_be_staged(backend, device, kind):
             equal(x + 1, got[0])
             assert got[1] is t
     assert counts(soft) == (0, 0, 0, 4, 0)
+
+
+def jagged(x: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([x[0], x[1][:2]], layout=torch.jagged, device=x.device)
+
+
+WITHOUT_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparse": lambda x: x.to_sparse(),
+    "sparse csr": lambda x: x.to_sparse_csr(),
+    "nested": lambda x: torch.nested.nested_tensor([x[0], x[1][:2]], device=x.device),
+    "jagged": jagged,
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("backend", ["tape", "eager"])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", WITHOUT_MEMORY)
+def test_x10_results_that_have_no_memory_to_copy(backend, kind, grad):
+    """A sparse or nested result is a CaptureError that says what to write, or runs eagerly when allowed."""
+    make = WITHOUT_MEMORY[kind]
+    graphed = graphify(lambda x: (x + 1, make(x)), backend=backend)
+    with torch.set_grad_enabled(grad):
+        for given in range(3):
+            with pytest.raises(CaptureError) if given else nullcontext() as raised:
+                graphed(torch.randn(2, 3, requires_grad=grad))
+            assert raised is None or (raised.value.why and raised.value.fix)
+        assert counts(graphed) == (1, 0, 0, 0, 2)
+        soft = graphify(lambda x: (x + 1, make(x)), backend=backend, fallback="eager")
+        with pytest.warns(GraphifyWarning):
+            for x in [t.requires_grad_(grad) for t in rows(2, 3, count=4)]:
+                one, other = soft(x)
+                assert torch.equal(one, x + 1)
+                assert (other.layout, other.is_nested) == (make(x).layout, make(x).is_nested)
+                parts = (
+                    zip(other.unbind(), make(x).unbind(), strict=True)
+                    if other.is_nested
+                    else [(other, make(x))]
+                )
+                assert all(torch.equal(a.to_dense(), b.to_dense()) for a, b in parts)
+    assert counts(soft) == (1, 0, 0, 3, 0)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("backend", ["tape", "eager"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_x10_results_of_other_kinds(backend, grad):
+    """A quantised result, one on the meta device, and one that wraps tensors are what eager makes, at each call."""
+
+    def f(x: Tensor) -> Any:
+        quantised = torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8)
+        return TwoTensor(x * 2, x), torch.empty(3, device="meta"), quantised, x + 1
+
+    graphed, kept = graphify(f, backend=backend), []
+    with torch.set_grad_enabled(grad):
+        for x in [t.requires_grad_(grad) for t in rows(2, 3)]:
+            kept.append((f(x), graphed(x)))
+            for want, got in kept:
+                assert list(map(type, got)) == list(map(type, want))
+                assert torch.equal(got[0].a, want[0].a)
+                assert torch.equal(got[0].b, want[0].b)
+                assert got[1].is_meta
+                assert torch.equal(got[2].int_repr(), want[2].int_repr())
+                assert torch.equal(got[3], want[3])
+    assert counts(graphed) == (1, 1, 3, 0, 0)
+
+
+@pytest.mark.parametrize("backend", ["tape", "eager"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_x10_a_sparse_tensor_from_outside(backend, grad):
+    """One that is only passed on is no trouble; one that is used is refused by name, written or not."""
+    adjacency = torch.eye(3).to_sparse()
+    reads = graphify(lambda x: adjacency @ x, backend=backend)
+    writes = graphify(lambda x: (adjacency.mul_(1.0), x)[1] + 1, backend=backend)
+    holds = graphify(lambda x: (x + 1, adjacency), backend=backend)
+    with torch.set_grad_enabled(grad):
+        for i, x in enumerate(rows(3, 2)):
+            for graphed in (reads, writes):
+                with pytest.raises(CaptureError, match="sparse") if i else nullcontext():
+                    graphed(x)
+            one, other = holds(x)
+            assert torch.equal(one, x + 1)
+            assert other is adjacency
+        with pytest.raises(CaptureError) as raised:
+            reads(x)
+    if backend == "eager" or not grad:
+        assert raised.value.what == "`adjacency` is a sparse_coo tensor"
+    assert counts(holds) == (1, 1, 3, 0, 0)
 
 
 def test_x10_parameters_and_buffers_are_tensors(backend, device):

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .._layout import family_key
 from .._tree import tensors_of
 from .._undo import below
 from ..errors import CaptureError, GraphifyError
@@ -48,7 +50,7 @@ class EagerRecording:
         self.nodes = 1
         self._results = tensors_of(result)
         self.bytes = sum(
-            {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._results}.values()
+            {family_key(t): t.untyped_storage().nbytes() for t in self._results if _is_strided(t)}.values()
         )
         self._run: Callable[[], Any] | None = run
 
@@ -67,16 +69,33 @@ class EagerRecording:
         if len(made) != len(self._results):
             raise GraphifyError(f"a run made {len(made)} tensors, the recorded one {len(self._results)}")
         for old, new in zip(self._results, made, strict=True):
-            if not old.is_set_to(new):  # an argument or a parameter that the run returns is there already
-                _move(old, new)
+            _move(old, new)
 
     def close(self) -> None:
         """Let go of the run and its results; closing twice is harmless."""
         self._run, self._results = None, ()
 
 
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _is_there(old: Tensor, new: Tensor) -> bool:
+    """Whether a result is in its place already, as an argument or a parameter is that the run returns."""
+    if old is new or not (_is_strided(old) and _is_strided(new)):
+        return old is new
+    same = family_key(old) == family_key(new) and old.storage_offset() == new.storage_offset()
+    return same and (old.shape, old.dtype) == (new.shape, new.dtype) and old.stride() == new.stride()
+
+
 def _move(old: Tensor, new: Tensor) -> None:
     """Give a recorded result the values of a new one, without a trace in autograd or in versions."""
+    if _is_there(old, new):
+        return
+    if is_traceable_wrapper_subclass(old) and type(new) is type(old):
+        for name in old.__tensor_flatten__()[0]:  # it has no memory but that of its parts
+            _move(getattr(old, name), getattr(new, name))
+        return
     with torch.inference_mode(old.is_inference()), below():
         slot = Slot(old)
         if not slot.refill(new):
