@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ._ambient import dispatch_modes
 from ._collection import uncollected
 from ._entries import Entries
 from ._entry import Entry, Table
@@ -17,16 +19,69 @@ from ._graph import Call
 from ._instances import graphs_of
 from ._layout import family_key
 from ._life import Life
+from ._options import off_everywhere, switch
 from ._rehearsal import rehearse
+from ._signature import inactive
 from ._sizes import Sized, Sizes
 from ._specification import same_path
-from .errors import GraphifyError
+from ._watch import Watch
+from .errors import CaptureError, GraphifyError
 from .stats import BucketRecord, CapturedBuckets
 
-__all__ = ["capture_all", "capture_one", "estimated", "largest_two", "static_input"]
+__all__ = ["capture_all", "capture_one", "estimated", "largest_two", "may_capture", "static_input"]
 
 _LEAST = 2**20
 """What a graph takes of a device even where the pool does not grow, in bytes."""
+
+_PLAIN = "calls there run the plain function, and a capture would show in what {} sees"
+_NOT_NOW = {
+    "disabled": (
+        "while graphs are off",
+        "`with disabled():` makes every call a plain one",
+        "capture outside of it",
+    ),
+    "compiling": (
+        "inside `torch.compile` or another tracer",
+        "a trace holds the plain function, and no graph",
+        "capture before the traced code runs",
+    ),
+    "functorch": (
+        "inside a `torch.func` transform",
+        "its tensors are the transform's own, and calls with them run the plain function",
+        "capture outside of it, with plain tensors",
+    ),
+    "mode": ("under a mode", _PLAIN.format("the mode"), "capture outside of the mode"),
+    "forward_ad": ("inside forward-mode autograd", _PLAIN.format("autograd"), "capture outside of it"),
+    "anomaly": ("under anomaly detection", _PLAIN.format("it"), "capture before `detect_anomaly`"),
+    "hooks": ("under hooks on saved tensors", _PLAIN.format("a hook"), "capture outside of the hooks"),
+    "nested": (
+        "inside another capture, or a warm-up before one",
+        "one thread captures one graph at a time",
+        "capture it first",
+    ),
+}
+
+_compiler = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+"""What Dynamo has between two of its graphs, where Python runs as it is written; nothing elsewhere."""
+
+
+def may_capture(life: Life, what: str) -> bool:
+    """Whether there is anything to do: where the environment turns all graphs off, there is not, which is said once.
+
+    Raises:
+        CaptureError: just here, calls run the plain function.
+    """
+    off = "disabled" if switch.off else inactive() or ("compiling" if _compiler() else None)
+    ours = off == "mode" and any(isinstance(mode, Watch) for mode in dispatch_modes())
+    if ours or (off is None and life.setting.backend.busy()):
+        off = "nested"
+    if off is None:
+        return True
+    if off == "disabled" and off_everywhere():
+        life.plain.say("everywhere", "captures nothing ahead of time: GRAPHIFY_DISABLE is set")
+        return False
+    where, why, fix = _NOT_NOW[off]
+    raise CaptureError(f"`{what}` of `{life.setting.name}` {where}", why=why, fix=fix)
 
 
 def capture_one(

@@ -10,6 +10,7 @@ from importlib import metadata
 import torch
 
 from ._decorate import graphify, handle
+from ._options import off_everywhere
 from .backends import cuda
 
 __all__ = ["doctor"]
@@ -53,16 +54,11 @@ def installed(name: str) -> str:
         return "not installed, running from source"
 
 
-def switched_off() -> bool:
-    """Whether the environment turns all graphs off."""
-    return os.environ.get("GRAPHIFY_DISABLE", "") not in ("", "0")
-
-
 def choice(gpu: bool) -> list[tuple[str, str]]:
     """Which backend a call gets that names none, and why."""
     value = os.environ.get("GRAPHIFY_DISABLE")
     switch = "is not set" if value is None else f"is {value!r}"
-    if switched_off():
+    if off_everywhere():
         return [
             ("switch", f"GRAPHIFY_DISABLE {switch}: every call is a plain call"),
             ("auto", "a plain call"),
@@ -81,7 +77,7 @@ def tested(gpu: bool) -> list[tuple[str, str]]:
 
 def examine(backend: str, device: str) -> tuple[str, bool]:
     """Capture a small function, replay it on new input and compare with eager."""
-    if switched_off():
+    if off_everywhere():
         return f"{backend}: not tried, GRAPHIFY_DISABLE is set", True
     try:
         return attempt(backend, device)

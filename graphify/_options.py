@@ -13,13 +13,18 @@ from ._padding import Pad
 from ._pool import GraphPool
 from .buckets import Buckets
 
-__all__ = ["BACKENDS", "Options", "disabled", "switch"]
+__all__ = ["BACKENDS", "Options", "disabled", "off_everywhere", "switch"]
 
 BACKENDS = ("auto", "cuda", "tape", "eager")
 
 
+def off_everywhere() -> bool:
+    """Whether the environment turns all graphs off."""
+    return os.environ.get("GRAPHIFY_DISABLE", "") not in ("", "0")
+
+
 class _Switch(threading.local):
-    off = os.environ.get("GRAPHIFY_DISABLE", "") not in ("", "0")
+    off = off_everywhere()
     """Whether `disabled()` or the environment asks this thread for plain functions."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._ahead import capture_all, capture_one, estimated, largest_two, static_input
+from ._ahead import capture_all, capture_one, estimated, largest_two, may_capture, static_input
 from ._binding import binder_of
 from ._entry import Entry, Table
 from ._graph import Call, Setting
@@ -200,12 +200,15 @@ class Runner:
         Example:
             >>> decode.capture(torch.zeros(8, 1, dtype=torch.long, device="cuda"))
 
-        Warm-ups and capture leave buffers, random streams, arguments and module state as they were.
+        Warm-ups and capture leave buffers, random streams, arguments and module state as they were. With
+        `GRAPHIFY_DISABLE=1` in the environment nothing is captured.
 
         Raises:
-            CaptureError: the call cannot be captured.
+            CaptureError: the call cannot be captured, or not here: inside `disabled()`, a trace, a transform, a capture.
             InputError: an argument cannot be staged.
         """
+        if not may_capture(self._life, "capture"):
+            return GraphRecord("GRAPHIFY_DISABLE is set", replays=0, nodes=0, bytes=0, seconds=0.0)
         entry = capture_one(self._life, self._ways, *self._located(args, kwargs))
         return next(g for g, e in zip(self.graphs, self._life.entries.ready, strict=True) if e is entry)
 
@@ -226,7 +229,10 @@ class Runner:
             CaptureError, InputError, PaddingError: a bucket cannot be captured.
             ValueError: the wrapper has no buckets, or more of them than `max_graphs`.
         """
-        sizes, located = self._sized("capture_buckets"), self._located(args, kwargs)
+        sizes = self._sized("capture_buckets")
+        if not may_capture(self._life, "capture_buckets"):
+            return CapturedBuckets(self.name, ())
+        located = self._located(args, kwargs)
         axes = sizes.axes_of(located[0], located[2])
         if self.options.max_graphs is not None and axes.count > self.options.max_graphs:
             raise ValueError(
@@ -246,6 +252,8 @@ class Runner:
             CaptureError, InputError, PaddingError, ValueError: as `capture_buckets`.
         """
         self._sized("estimate")
+        if not may_capture(self._life, "estimate"):
+            return 0
         probe = Runner(
             self.target, replace(self.options, pool=None, max_graphs=None, max_bytes=None), self.name
         )
