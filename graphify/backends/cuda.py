@@ -1,8 +1,7 @@
-"""CUDA graphs: `torch.cuda.CUDAGraph` with a capture stream per device and thread, and one capture lock."""
+"""CUDA graphs: `torch.cuda.CUDAGraph` behind the seam, with one capture lock."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,27 +14,22 @@ from torch import Tensor
 from .._collection import uncollected
 from .._layout import with_bits
 from ..errors import InputError
+from ._cuda_capture import capture, own_workspaces, stream_of
 from ._cuda_copies import replay_between_copies, replay_with_copies
-from ._cuda_driver import count_nodes, private_stream
+from ._cuda_driver import count_nodes
+from ._cuda_loans import CudaLoan, unowned
 from ._host_reads import listen
-from ._memory import holders
-from .base import STALE, Copy, Replay, Report
+from .base import Copy, Replay, Report
 
 __all__ = ["CudaBackend", "CudaRecording", "available", "facts", "synchronize"]
 
 T = TypeVar("T")
 
-_HEALINGS = 16
 _WAITED = "called a synchronizing CUDA operation"
-
-# Before torch 2.14 a capture that cannot be ended stays registered with the allocator, which then never frees
-# a block again that another stream has used (https://github.com/pytorch/pytorch/pull/180395).
-_LEAVES_POOL_OPEN = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 
 # Process-wide: the driver lets one thread capture while others work, but two captures at once, or a live
 # warm-up of another thread on a capturing stream, break each other.
 _capturing = threading.RLock()
-_streams = threading.local()
 
 
 def available() -> bool:
@@ -71,7 +65,7 @@ class CudaPool:
         """Keep the pool alive with an empty graph: a pool whose last graph died cannot be used again."""
         if self.placeholder is None:
             graph = torch.cuda.CUDAGraph()
-            _capture(graph, _nothing, self)
+            capture(graph, _nothing, self.device, self.handle)
             self.placeholder = graph
 
 
@@ -96,52 +90,6 @@ class CudaRecording:
     def close(self) -> None:
         """Free the graph; closing twice is harmless."""
         self.graph, self.replay = None, _closed
-
-
-class CudaLoan:
-    """Graph memory under a storage of its own, so that views and detached copies share its fate."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        memory = tensor.untyped_storage()
-        self.storage = _alias_of(memory)
-        # The lent storage owns nothing: it must keep the graph's memory for as long as anybody holds it.
-        self.storage._graphify_memory = memory
-        self.tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self.tensor.set_(self.storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-        self._alone = self._holders()
-
-    def _holders(self) -> tuple[int, int]:
-        return sys.getrefcount(self.tensor), holders(self.storage._cdata)
-
-    def idle(self) -> bool:
-        """Whether neither the tensor nor another tensor on its storage is held elsewhere."""
-        if self._holders() != self._alone:
-            return False
-        # Autograd may still hold it where no count shows: the new version makes its use there an error.
-        if not self.tensor.is_inference():
-            torch.autograd.graph.increment_version(self.tensor)
-        return True
-
-    def close(self) -> None:
-        """Make every later use raise, views and detached copies included."""
-        text = f"a static output that {STALE}"
-        torch._C._set_storage_data_ptr_access_error_msg(self.storage._cdata, text)
-
-
-def _alias_of(memory: torch.UntypedStorage) -> Any:
-    """A storage on the same addresses that owns nothing."""
-    return torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes())
-
-
-def _unowned(tensor: Tensor, pool: CudaPool, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-    memory = tensor.untyped_storage()
-    if memory._cdata not in storages:
-        storages[memory._cdata] = _alias_of(memory)
-        storages[memory._cdata]._graphify_pool = pool  # type: ignore[attr-defined]
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        same = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        same.set_(storages[memory._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
-    return with_bits(same, tensor)
 
 
 def _take_nothing(sources: Sequence[Tensor]) -> None:
@@ -202,7 +150,7 @@ class CudaBackend:
                 yield
                 return
             # Even where another stream is given: the first call gets this thread ready to capture.
-            caller, own = torch.cuda.current_stream(), _stream_of(device)
+            caller, own = torch.cuda.current_stream(), stream_of(device)
             side = stream or own
             side.wait_stream(caller)
             with torch.cuda.stream(side):
@@ -224,9 +172,9 @@ class CudaBackend:
             if generator.device.type == "cuda" and generator is not _default(generator.device):
                 graph.register_generator_state(generator)
         before = torch.cuda.memory_reserved(pool.device)
-        with uncollected(), _own_workspaces():
+        with uncollected(), own_workspaces():
             pool.hold()
-            result = _capture(graph, run, pool)
+            result = capture(graph, run, pool.device, pool.handle)
         nodes = count_nodes(graph)
         # Not `memory_snapshot(pool.handle)`: each call takes a reference from the pool's number, and some hundred
         # captures later the process dies (https://github.com/pytorch/pytorch/pull/196366).
@@ -295,7 +243,7 @@ class CudaBackend:
     def let_go(self, tensors: Sequence[Tensor], pool: CudaPool) -> list[Tensor]:
         """Tensors on the same addresses, which keep the pool but not the blocks in it."""
         storages: dict[int, torch.UntypedStorage] = {}
-        return [_unowned(tensor, pool, storages) for tensor in tensors]
+        return [unowned(tensor, pool, storages) for tensor in tensors]
 
     def lend(self, tensor: Tensor) -> CudaLoan:
         """An alias with a storage of its own, which raises once closed."""
@@ -325,71 +273,6 @@ class CudaBackend:
         return isinstance(error, RuntimeError) and ("captur" in text or "cudagraph" in text)
 
 
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """This thread's capture stream; at its first use the thread gets ready to capture."""
-    known: dict[int | None, torch.cuda.Stream] = _streams.__dict__.setdefault("known", {})
-    if device.index not in known:
-        known[device.index] = private_stream(device)
-        with torch.cuda.stream(known[device.index]):
-            _make_handles(device)
-    return known[device.index]
-
-
-def _make_handles(device: torch.device) -> None:
-    """Make this thread's cuBLAS and cuDNN handles, which cannot be made in the middle of a capture."""
-    torch.zeros(1, device=device)
-    torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
-    if torch.backends.cudnn.is_available():  # type: ignore[no-untyped-call]
-        with torch.no_grad(), torch.autocast("cuda", enabled=False):
-            image = torch.zeros(1, 1, 4, 4, device=device)
-            torch.nn.functional.conv2d(image, image)
-
-
-def _capture(graph: torch.cuda.CUDAGraph, run: Callable[[], T], pool: CudaPool) -> T:
-    """Run under capture; a failure ends the capture, mends what it broke and surfaces as it was."""
-    graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
-    try:
-        result = run()
-    except BaseException:
-        if _end(graph, pool.device, pool.handle) is not None:
-            _heal(pool.device)
-        raise
-    broken = _end(graph, pool.device, pool.handle)
-    if broken is not None:
-        _heal(pool.device)
-        raise broken
-    return result
-
-
-def _end(graph: torch.cuda.CUDAGraph, device: torch.device, handle: Any) -> RuntimeError | None:
-    """End a capture; when the driver finds it broken, free the allocator from it and answer the error."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-        try:
-            graph.capture_end()
-        except RuntimeError as error:
-            if _LEAVES_POOL_OPEN:
-                torch._C._cuda_endAllocateToPool(device.index, handle)
-                torch._C._cuda_releasePool(device.index, handle)
-            return error
-    return None
-
-
-def _heal(device: torch.device) -> None:
-    """Take the default generator out of the state in which a broken capture leaves it.
-
-    It believes that a capture is under way, and so do all graphs that registered it; a capture that draws and
-    ends well sets that right. A device-wide synchronisation in another thread breaks any capture, this one
-    too, so it is tried again.
-    """
-    for _ in range(_HEALINGS):
-        graph, handle = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        graph.capture_begin(pool=handle, capture_error_mode="thread_local")
-        torch.rand(1, device=device)
-        if _end(graph, device, handle) is None:
-            return
-
-
 def _settle_attention() -> None:
     """Let torch put its kernels of attention in order, which it does at the first question and which keys hold."""
     choose = getattr(torch, "_fused_sdp_choice", None)
@@ -401,21 +284,6 @@ def _settle_attention() -> None:
 
 def _default(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index or 0]
-
-
-@contextmanager
-def _own_workspaces() -> Iterator[None]:
-    """Make cuBLAS take its workspace from the capture's own pool.
-
-    Since torch 2.12 resetting one graph frees the cached workspaces of its capture stream, which other graphs
-    captured on that stream would still use (https://github.com/pytorch/pytorch/issues/193402).
-    """
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", _nothing)
-    clear()
-    try:
-        yield
-    finally:
-        clear()
 
 
 _initialized: Callable[[], bool] = torch.cuda.is_initialized
