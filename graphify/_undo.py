@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ._illegal import tensors_in
 
-__all__ = ["TooLargeError", "UndoLog", "below", "version_of", "writes_of"]
+__all__ = ["BELOW_VIEWS", "TooLargeError", "UndoLog", "below", "version_of", "writes_of"]
 
-_BELOW_VIEWS = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", torch._C._AutoDispatchBelowAutograd)
+BELOW_VIEWS = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", torch._C._AutoDispatchBelowAutograd)
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def below() -> Iterator[None]:
         torch._C._DisableTorchDispatch(),
         torch._C.DisableTorchFunctionSubclass(),
         torch._C._DisableAutocast(),
-        _BELOW_VIEWS(),
+        BELOW_VIEWS(),
     ):
         yield
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from ._ambient import current_backward
 from ._code import Executed, is_library, user_line
-from ._composite import decomposed
+from ._composite import decomposed, uncover
 from ._following import unheard
 from ._illegal import HOST, READ, Offence, foreign, offence, tensors_in
 from ._layout import family_key
@@ -92,9 +92,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operator is None:
             operator = self._operators.setdefault(id(func), Operator(func, self.device.type))
         if operator.composite:
-            with self:
-                return decomposed(func, args, kwargs, self.device.type)
+            return decomposed(func, args, kwargs, self, self.device.type)
         self._before(operator, args, kwargs)
+        uncover(func, self.device.type)
         result = operator.call(*args, **kwargs)
         self._after(operator, args, kwargs, result)
         return result

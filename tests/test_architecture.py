@@ -36,7 +36,6 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
             "_binding",
             "_code",
             "_collection",
-            "_composite",
             "_constants",
             "_cuts",
             "_flats",
@@ -63,7 +62,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
             "_trust",
             "_undo",
         ),
-        *("_ends", "_watch"),
+        *("_composite", "_ends", "_watch"),
     ),
     3: (
         *(
@@ -122,8 +121,9 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_lifted": ("_places", "_undo"),
     "_optimizers": ("_lifted", "_places"),
     "_trial": ("_survey", "_undo"),
-    "_operators": ("_undo",),
-    "_watch": ("_operators", "_undo"),
+    "_composite": ("_undo",),
+    "_operators": ("_composite", "_undo"),
+    "_watch": ("_composite", "_operators", "_undo"),
     "_inputs": ("backends.base",),
     "_results": ("backends.base",),
     "backends": ("backends.base", "backends.cuda", "backends.eager", "backends.tape"),

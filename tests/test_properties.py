@@ -285,16 +285,70 @@ def test_a_refusal_puts_the_functions_own_generator_back(backend: str, device: t
     assert tally.loud
 
 
+class Grown(torch.nn.Module):
+    """What parts of a parameter say of themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        parts = [self.weight.flatten(), self.weight.narrow(0, 0, 2), *self.weight.unsafe_split(2)]
+        return x + parts[0][0], [(part.requires_grad, part._is_view()) for part in parts]
+
+
+def transposed(*sizes: int) -> torch.Tensor:
+    return torch.randn(*reversed(sizes)).permute(*reversed(range(len(sizes))))
+
+
+KERNELS = {
+    # `matmul` folds a batch into one matrix if its second factor, a view of a parameter, needs grad.
+    "GRU": (lambda: torch.nn.GRU(4, 4), lambda: transposed(4, 4)),
+    "Linear": (lambda: torch.nn.Linear(4, 7), lambda: transposed(5, 3, 4)),
+    # One kernel for the whole layer calls `matmul` inside.
+    "Transformer": (
+        lambda: torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(),
+        lambda: transposed(5, 3, 8),
+    ),
+    # Made of `matmul`, yet autocast keeps all of it in float32.
+    "matrix_power": (lambda: lambda x: torch.linalg.matrix_power(x, 3), lambda: torch.randn(3, 3)),
+    # One kernel that multiplies by lazy conjugates inside.
+    "pinv": (lambda: torch.linalg.pinv, lambda: torch.randn(3, 3, dtype=torch.complex64)),
+    "views": (Grown, lambda: torch.randn(3)),
+}
+
+
+def inference_autocast(device_type: str) -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode())
+    stack.enter_context(torch.autocast(device_type, torch.bfloat16))
+    return stack
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("context", ["no_grad", "inference_mode", "inference_autocast"])
+def test_watching_a_run_changes_no_kernel(
+    backend: str, device: torch.device, kind: str, context: str
+) -> None:
+    """Operators that call others take the very kernels of eager: while watched, recorded and replayed."""
+    if kind == "pinv" and (backend == "cuda" or context == "inference_autocast"):
+        pytest.skip("a host read on a device; no complex numbers under autocast")
+    make, sample = KERNELS[kind]
+    contexts = {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "inference_autocast": lambda: inference_autocast(device.type),
+    }
+    calls = [Call((sample(),), context=contexts[context]) for _ in range(4)]
+
+    stats = assert_matches_eager(make=make, calls=calls, backend=backend, device=device)
+
+    assert stats.replays == 2
+
+
 def test_composite_operators_see_autocast_in_inference_mode(backend: str, device: torch.device) -> None:
     """Watching a run does not change its numbers: inference mode hands composite operators over whole."""
-
-    def inference_autocast() -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.inference_mode())
-        stack.enter_context(torch.autocast(device.type, torch.bfloat16))
-        return stack
-
-    calls = [Call((torch.randn(2, 4),), context=inference_autocast) for _ in range(4)]
+    calls = [Call((torch.randn(2, 4),), context=lambda: inference_autocast(device.type)) for _ in range(4)]
 
     stats = assert_matches_eager(torch.nn.GRU(4, 4), calls, backend=backend, device=device)
 

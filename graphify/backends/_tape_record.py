@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from .._code import user_line
+from .._composite import uncover
 from .._illegal import tensors_in
 from .._undo import UndoLog
 from ..errors import CaptureError
@@ -65,6 +66,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.streams.add(value)
         call = Call(func, args, kwargs)
         self._save_written(call)
+        call.found = uncover(func, "cpu")
         result = settled(func, func(*args, **kwargs))
         self._keep(call, result, drew=self.streams.moved())
         self._last = f"`{func}`"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._composite import AUTOCAST_CPU, VIEWS, marking
 from .._illegal import tensors_in
 from .._undo import below, writes_of
 from ..errors import GraphifyError
@@ -41,7 +42,8 @@ def pinned(tensor: Tensor) -> Tensor:
 class Call:
     """One operator call with its tensors pinned as they are before it runs.
 
-    A tensor that is passed twice is one alias twice: some kernels ask whether `query is key`.
+    A tensor that is passed twice is one alias twice: some kernels ask whether `query is key`. An alias needs grad
+    as the tensor does: kernels that call others choose by that among them.
     """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -50,11 +52,13 @@ class Call:
         self.args = self._pin(args)
         self.kwargs = {name: self._pin(value) for name, value in kwargs.items()}
         self.written = writes_of(func, args, kwargs)
+        self.found: tuple[Any, ...] = ()  # what `uncover` let in again
 
     def _pin(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if id(value) not in self.pins:
-                self.pins[id(value)] = pinned(value)
+                self.pins[id(value)] = alias = pinned(value)
+                alias.requires_grad = value.requires_grad
             return self.pins[id(value)]
         if isinstance(value, (list, tuple)):
             return type(value)(self._pin(item) for item in value)
@@ -73,7 +77,17 @@ class Call:
         """The same call on the pinned tensors."""
         func = self.func
         op = functools.partial(getattr(func, "_op", func), *self.args, **self.kwargs)
+        casts = torch.get_autocast_dtype("cpu") if AUTOCAST_CPU in self.found else None
+        views = VIEWS in self.found and any(alias.requires_grad for alias in self.pins.values())
+        if views or casts is not None:
+            op = functools.partial(_as_found, op, views, casts)
         return (lambda: settled(func, op())) if "c10d" in func.namespace else op
+
+
+def _as_found(op: Callable[[], Any], views: bool, casts: torch.dtype | None) -> Any:
+    """Run a kernel that may call other operators with what it found when it was recorded."""
+    with torch.autocast("cpu", casts, enabled=casts is not None, cache_enabled=False), marking(views):
+        return op()
 
 
 def settled(func: Any, result: Any) -> Any:
