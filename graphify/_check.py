@@ -22,6 +22,7 @@ from ._optimizers import refusal_of, refused_code, steps
 from ._options import disabled
 from ._record import has_gradients
 from ._signature import refusal
+from ._stand_ins import set_aside
 from ._survey import Survey
 from ._tree import tree_of
 from ._trial import HostRandomness, trial
@@ -143,6 +144,7 @@ class _Check:
             disabled(),
             self.backend.scope(self.device, aside=not torch.is_grad_enabled()),
             trial(self.backend, self.device, everything, large=True) as log,
+            set_aside(t for _, t in everything.tensors()),
         ):
             forms = [*map(_form, self.named)]
             first, stepped, _ = self._run(Watch(self.device, given=self._given(), undo=log))
@@ -250,7 +252,7 @@ class _Check:
         for change in before.changes(Survey(self.roots, self.executed)):
             refused = side_effect(self.name, change, self.executed, before.optimizers)
             self._note([refused], line_naming(self.executed, change.place.variable))
-        self._note([given_history(watch, before, self.named)])
+        self._note([given_history(watch.renewed(()), before, self.named)])
 
     def _judge_arguments(self, forms: list[tuple[Any, bool]], before: Survey, watch: Watch) -> None:
         held = {family_key(t) for _, t in before.tensors()}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ._autograd import Patterns
@@ -52,12 +53,13 @@ class Lessons:
         with backend.scope(watch.device, aside=aside), watching(watch, backend.listen), steps() as found:
             result = self.setting.run(call.values)
         backend.hand_over(tensors_of(result))
-        self.learn(entry, call, watch, result, found)
+        renewed = watch.renewed(call.tensors)
+        self.learn(entry, call, watch, result, found, renewed)
         if entry.refusal is not None and entry.refusal.error is not None:
             if before is None:
                 self.plain.say_refused(entry.refusal)
             # A tensor's history cannot be put back, nor large memory: then this call stands, and the next is refused.
-            elif not before.log.skipped and not watch.renewed(call.tensors):
+            elif not before.log.skipped and not renewed:
                 before.undo()
                 # The run is undone, and what it made is no part of the signature that is refused.
                 survey = Survey(self.setting.roots(call), self.executed)
@@ -77,9 +79,15 @@ class Lessons:
         return list(self.generators.values())
 
     def learn(
-        self, entry: Entry, call: Call, watch: Watch, result: Any, stepped: Sequence[Optimizer]
+        self,
+        entry: Entry,
+        call: Call,
+        watch: Watch,
+        result: Any,
+        stepped: Sequence[Optimizer],
+        renewed: Sequence[Tensor],
     ) -> None:
-        """Take note of what a run did; refuse the entry where no capture can hold it."""
+        """Take note of what a run did, to whose histories, too; refuse the entry where no capture can hold it."""
         self.executed.merge(watch.executed)
         self.generators.update(watch.generators)
         entry.warmed += 1
@@ -95,7 +103,7 @@ class Lessons:
             entry.refusal = Refusal("cpu")
         else:
             entry.whole = watch.backward or bool(stepped)
-            self._learn_histories(entry, call, watch, survey)
+            self._learn_histories(entry, call, renewed, survey)
             if has_gradients(result, call.tensors):
                 self._learn_gradients(entry, call, watch)
 
@@ -114,10 +122,10 @@ class Lessons:
         found = refused_code(watch.executed) or next((e for e in refused if e is not None), None)
         return found or next(iter(host_reads(watch, self.executed)), None)
 
-    def _learn_histories(self, entry: Entry, call: Call, watch: Watch, survey: Survey) -> None:
+    def _learn_histories(self, entry: Entry, call: Call, renewed: Sequence[Tensor], survey: Survey) -> None:
         """A replay changes memory only: a tensor that a call gives a history would have that of the capture."""
         named = [*zip(call.tree.tensor_paths, call.tensors, strict=True)]
-        error = given_history(watch, survey, named)
+        error = given_history(renewed, survey, named)
         if error is not None:
             entry.refusal = Refusal("uncapturable", error)
 

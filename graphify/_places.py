@@ -196,7 +196,7 @@ class TensorFacts:
 
     def __init__(self, tensor: Tensor) -> None:
         self.alias = tensor.detach() if tensor.layout is torch.strided else None
-        self.grad = tensor.requires_grad
+        self.grad, self.leaf = tensor.requires_grad, tensor.is_leaf
 
     def same_as(self, tensor: Tensor) -> bool:
         """Whether the tensor still is over this memory, in this form."""
@@ -212,11 +212,12 @@ class TensorFacts:
 
     def restore(self, tensor: Tensor) -> None:
         """Put memory and flag back."""
-        if not self.same_as(tensor):
-            if self.alias is not None:
-                tensor.data = self.alias
-            if not tensor.is_leaf and not self.grad and not tensor._is_view():
-                tensor.detach_()  # a history that the run gave it
+        moved = not self.same_as(tensor)
+        if moved and self.alias is not None:
+            tensor.data = self.alias
+        if self.leaf and not tensor.is_leaf and not tensor._is_view():
+            tensor.detach_()  # from a history that the run gave it
+        if tensor.is_leaf and tensor.requires_grad != self.grad:
             tensor.requires_grad_(self.grad)
 
 

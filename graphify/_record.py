@@ -136,12 +136,7 @@ class _Recorder:
         self.results: Tree | None = None
         self.instance: Instance | None = None
         self.saved: list[Saved] = []
-        needing = self._needing()
-        # A tensor with a history of its own would let a backward go on behind it, to leaves that are reached anyway.
-        # And a backward inside shows at a stand-in, whatever becomes of the gradients.
-        inside = self.step is not None
-        cut = inside or setting.backend.nodes_have_streams or any(not t.is_leaf for t in needing)
-        self.stand_ins = StandIns(needing if cut else ())
+        self.stand_ins = StandIns(self._to_cut())
 
     def _taking(self, order: Order) -> Callable[[int, Tensor], Tensor | None] | None:
         """Where bucketed inputs lie: in memory that all buckets share, unless it must last until a backward."""
@@ -150,11 +145,17 @@ class _Recorder:
             return None
         return lambda i, leaf: flats.take(paths[i], leaf, capacity[i]) if capacity[i] else None
 
-    def _needing(self) -> list[Tensor]:
-        """The outside tensors that the run may take gradients of."""
+    def _to_cut(self) -> list[Tensor]:
+        """The outside tensors that the run may take gradients of, where a backward must end at them.
+
+        A tensor with a history of its own would let it go on behind, to leaves that are reached anyway. A backward
+        inside shows at a stand-in, whatever becomes of the gradients.
+        """
         if self.patterns is None:
             return []
-        return [*(t for _, t in self.before.tensors() if t.requires_grad), *self.patterns.outside]
+        found = [*(t for _, t in self.before.tensors() if t.requires_grad), *self.patterns.outside]
+        whole, streams = self.step is not None, self.setting.backend.nodes_have_streams
+        return found if whole or streams or any(not t.is_leaf for t in found) else []
 
     def graph(self, generators: Sequence[torch.Generator]) -> Recorded:
         """Capture, check, plan; undo what Python did when that fails."""

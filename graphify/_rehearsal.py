@@ -8,6 +8,7 @@ from ._optimizers import steps
 from ._record import NeedsGradError
 from ._recorder import GRADIENTS, TANGLED, Recorder
 from ._results import TangledError
+from ._stand_ins import set_aside
 from ._trial import trial
 from ._undo import TooLargeError
 from ._watch import Watch, watching
@@ -60,16 +61,19 @@ def rehearse(recorder: Recorder, entry: Entry, call: Call, like: Entry | None = 
 
 def _run(recorder: Recorder, entry: Entry, call: Call) -> None:
     backend, device, lessons = recorder.setting.backend, entry.device_or_raise(), recorder.lessons
+    survey = lessons.survey(call)
     with (
         backend.scope(device),
-        trial(backend, device, lessons.survey(call), lessons.known_generators()) as log,
+        trial(backend, device, survey, lessons.known_generators()) as log,
+        set_aside(t for _, t in survey.tensors()),
     ):
         watch = Watch(device, undo=log)
         with watching(watch, backend.listen), steps() as found:
             # Padding touches no state, but a step moves weights also where no row has a gradient.
             log.spares = lambda: watch.backward or bool(found)
             result = recorder.setting.run(call.values)
-    lessons.learn(entry, call, watch, result, found)
+        renewed = watch.renewed(call.tensors)
+    lessons.learn(entry, call, watch, result, found, renewed)
 
 
 def _too_large(name: str) -> CaptureError:

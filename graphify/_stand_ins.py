@@ -1,4 +1,4 @@
-"""Stand-ins: while a run is recorded, tensors that need grad are other tensors on the same memory."""
+"""Stand-ins: while a run is recorded, or leaves no trace, tensors are other tensors on the same memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-__all__ = ["StandInUsedError", "StandIns"]
+__all__ = ["StandInUsedError", "StandIns", "set_aside"]
 
 _KINDS = (Tensor, nn.Parameter)
 _swap: Callable[[Tensor, Tensor], None] | None = getattr(torch._C, "_swap_tensor_impl", None)
@@ -51,13 +51,60 @@ class StandIns:
         return [(leaf, t) for t, leaf in self._pairs]
 
     def _exchange(self, pair: tuple[Tensor, Tensor]) -> None:
-        assert _swap is not None, "nothing is chosen without it"
         tensor, other = pair
         held = tensor.grad if tensor.is_leaf else None
-        _swap(tensor, other)
+        _swapped(tensor, other)
         # Another thread may read `.grad` meanwhile, or drop it.
         if tensor.is_leaf and tensor.grad is not held:
             tensor.grad = held
+
+
+@contextmanager
+def set_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Keep what autograd knows of these, for the body to be taken back: nothing else gives a view, or what has a
+    history, its old one again after a write with gradients.
+    """
+    chosen = {id(t): t for t in tensors if _swap is not None and type(t) in _KINDS and not t.is_inference()}
+    with torch.inference_mode(False), torch.enable_grad():
+        pairs = [(t, _alike(t)) for t in chosen.values() if t.grad_fn is not None or t._is_view()]
+    swapped: list[tuple[Tensor, Tensor]] = []
+    try:
+        for pair in pairs:
+            with suppress(RuntimeError):  # as above
+                _swapped(*pair)
+                swapped.append(pair)
+        yield
+    finally:
+        for tensor, held in swapped:
+            try:
+                _swapped(tensor, held)
+            except RuntimeError:  # its history keeps a gradient for it, by a weak reference of torch's own
+                tensor.detach_()
+                _swapped(tensor, held)
+
+
+def _swapped(tensor: Tensor, other: Tensor) -> None:
+    assert _swap is not None, "nothing is chosen without it"
+    _swap(tensor, other)
+
+
+class _Alike(torch.autograd.Function):
+    """The same tensor again, with a history that leads to the first, and the same count of writes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _alike(tensor: Tensor) -> Tensor:
+    if tensor.grad_fn is None:
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+    made: Tensor = _Alike.apply(tensor)  # type: ignore[no-untyped-call]
+    return made
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -76,15 +76,16 @@ class Snapshot:
         self._streams, self._survey = streams, survey
         self._host = HostRandomness(device)
         self._state = streams.rng_state([*generators, *survey.generators])
-        leaves = (t for _, t in survey.tensors() if t.is_leaf and t.requires_grad)
-        self._grads = [(t, t.grad) for t in leaves]
+        # One that needs no gradient may come to need one inside.
+        self._grads = [(t, t.grad) for _, t in survey.tensors() if t.is_leaf]
 
     def undo(self) -> None:
         """Put everything back."""
         self.log.rollback()
         self._survey.restore()
         for tensor, grad in self._grads:
-            tensor.grad = grad
+            if not tensor.is_leaf or tensor.grad is not grad:
+                tensor.grad = grad
         self._streams.set_rng_state(self._state)
         self._host.restore()
 

@@ -149,9 +149,10 @@ def second_backward(name: str) -> CaptureError:
     )
 
 
-def given_history(watch: Watch, survey: Survey, named: Sequence[tuple[str, Tensor]]) -> CaptureError | None:
+def given_history(
+    renewed: Sequence[Tensor], survey: Survey, named: Sequence[tuple[str, Tensor]]
+) -> CaptureError | None:
     """A tensor from outside that got a history; `named` are the arguments with their paths."""
-    renewed = watch.renewed(())
     if not renewed:
         return None
     names = {family_key(t): place.name for place, t in survey.tensors()}

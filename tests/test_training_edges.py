@@ -118,6 +118,61 @@ def test_an_outside_tensor_that_would_get_a_history(backend, device, kind, neede
     equal(before, table.detach())
 
 
+def told(tensor: Tensor) -> tuple[Any, ...]:
+    """All that autograd knows of a tensor and of its base; only the node of a view is made anew by torch itself."""
+    base, node = tensor._base, tensor.grad_fn
+    empty = tensor.is_leaf and tensor.grad is None
+    known = (tensor.requires_grad, tensor.is_leaf, tensor._version, type(tensor), empty)
+    below = None if base is None else (id(base), told(base))
+    return known, node and (type(node) if base is not None else id(node)), tensor.tolist(), below
+
+
+KINDS: dict[str, Callable[[torch.device], Tensor]] = {
+    "plain": lambda device: torch.rand(4, 4, device=device),
+    "view": lambda device: torch.rand(6, 4, device=device)[1:5],
+    "frozen": lambda device: nn.Parameter(torch.rand(4, 4, device=device), requires_grad=False),
+    "result": lambda device: leaf(device, 4, 4) * 2,
+    "view of a result": lambda device: (leaf(device, 6, 4) * 2)[1:5],
+}
+
+
+@pytest.mark.parametrize("place", ["argument", "outside", "attribute"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_capture_ahead_of_time_gives_no_history(backend, device, write, kind, place):
+    """It is refused, and leaves a tensor that the function writes with gradients as it was, in every way."""
+    w, table, holder = leaf(device, 4), KINDS[kind](device), nn.Module()
+    if place == "attribute":
+        holder.table = table
+
+    def step(x: Tensor, into: Tensor | None = None) -> Tensor:
+        into = {"argument": into, "outside": table, "attribute": getattr(holder, "table", None)}[place]
+        WRITES[write](into, x * w)
+        return x * 2
+
+    graphed, before, x = graphify(step, backend=backend), told(table), torch.randn(3, 4, device=device)
+    with pytest.raises(CaptureError, match=r"table|into.*written in place.*needs gradients"):
+        graphed.capture(*(x, table) if place == "argument" else (x,))
+    assert told(table) == before
+
+
+@pytest.mark.parametrize("kind", ["plain", "view", "frozen"])
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_capture_ahead_of_time_gives_no_gradient(backend, device, kind, outside):
+    """A tensor that comes to need a gradient inside, and gets one, has neither after a capture that is refused."""
+    w, table = leaf(device, 4), KINDS[kind](device)
+
+    def step(x: Tensor, into: Tensor) -> Tensor:
+        into = table if outside else into
+        (into.requires_grad_() * w).sum().backward(inputs=[into])
+        return x * 2
+
+    graphed, before, x = graphify(step, backend=backend), told(table), torch.randn(3, 4, device=device)
+    with pytest.raises(CaptureError):
+        graphed.capture(x, x if outside else table)
+    assert told(table) == before
+
+
 def test_an_outside_tensor_written_without_history(backend, device):
     """Written under no_grad, or with what is detached, it is state like any other."""
 
