@@ -27,7 +27,16 @@ else:
     # For long runs by hand, in one process or split over several, each with a seed of its own.
     examples = int(os.environ.get("DEEP_EXAMPLES", "20000"))
     hypothesis.settings.register_profile("deep", max_examples=examples, **common)
-    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+    profile = os.environ.get("HYPOTHESIS_PROFILE", "default")
+    hypothesis.settings.load_profile(profile)
+
+    def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+        """How many programs ran, and what became of their calls: that is what a deep run is for."""
+        from strategies import tallies
+
+        for test, tally in tallies.items() if profile == "deep" else ():
+            terminalreporter.write_line(f"{test}: {tally}")
+
 
 # The tensors of the tests are tiny: more threads only cost time.
 torch.set_num_threads(1)

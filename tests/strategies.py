@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import warnings
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from hypothesis import strategies as st
@@ -22,6 +24,8 @@ from graphify.testing import (
     tensors as tensors,
     training_sequences as training_sequences,
 )
+
+T = TypeVar("T")
 
 
 class Case(NamedTuple):
@@ -44,10 +48,26 @@ def options(draw: st.DrawFn, *, defaults: int = 2) -> dict[str, Any]:
     return {name: draw(st.sampled_from(values)) for name, values in choices.items()}
 
 
+tallies: dict[str, object] = {}  # the last of each test
+
+
+def shown(tally: T) -> T:
+    """One that the end of a deep run prints, with the name of the test."""
+    test, _, _ = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")
+    tallies[test] = tally
+    return tally
+
+
+def often(count: float, share: float, runs: int) -> bool:
+    """Whether this share of the runs was counted, less two standard deviations: a quick run draws few."""
+    return count >= share * runs - 2 * math.sqrt(share * (1 - share) * runs)
+
+
 class Tally:
     """Counts what became of the calls, for a property that sees no replay and no recorded backward cannot fail."""
 
     def __init__(self) -> None:
+        shown(self)
         self.runs = self.replayed = self.backwards = self.made = 0
         self.calls: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
@@ -65,6 +85,14 @@ class Tally:
         for name in ("warmups", "captures", "replays", "eager", "errors"):
             self.calls[name] += getattr(stats, name)
         self.reasons.update(stats.reasons)
+
+    def check(self, *, replay: float, backward: float = 0.0) -> None:
+        """At least these shares of the programs replayed and recorded a backward; at most a tenth of the calls was refused."""
+        assert often(self.replayed, replay, self.runs), str(self)
+        assert often(self.backwards, backward, self.runs), str(self)
+        calls = sum(self.calls.values())
+        made = (calls - sum(self.loud.values())) / calls
+        assert often(made * self.runs, 0.9, self.runs), str(self)
 
     def __str__(self) -> str:
         return (

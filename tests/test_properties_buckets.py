@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from checks import equal
 from hypothesis import given, settings, strategies as st
+from strategies import often, shown
 from torch import Tensor, nn
 
 from graphify import Bucket, GraphifyWarning, PaddingError, graphify
@@ -236,7 +237,7 @@ def leaves(value: Any) -> list[Tensor]:
 
 def test_any_program_over_any_sizes(backend: str, device: torch.device) -> None:
     """Results, arguments and state follow eager through evictions and resets; graphs and captures stay few."""
-    tally: Counter[str] = Counter()
+    tally: Counter[str] = shown(Counter())
 
     @share(0.1)
     @given(plans, actions)
@@ -257,8 +258,7 @@ def test_any_program_over_any_sizes(backend: str, device: torch.device) -> None:
 
     run()
 
-    print(tally)
-    assert tally["replayed"] >= 0.5 * tally["runs"], tally
+    assert often(tally["replayed"], 0.5, tally["runs"]), tally
     assert tally["replays"] >= 0.25 * tally["calls"], tally
 
 
