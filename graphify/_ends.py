@@ -42,8 +42,8 @@ class Wanted(NamedTuple):
     """For each result the nodes behind it that eager goes through once, since they then let go of what they saved."""
     custom: list[int]
     """For each result the nodes behind it that are somebody's own and may keep what no hook sees."""
-    real: bool = False
-    """Whether an edge belongs to a tensor itself and not to a stand-in."""
+    real: Sequence[Tensor] = ()
+    """Those of these tensors whose edge is their own and not that of a stand-in."""
     uncut: bool = False
     """Whether behind one of these lies a history that may lead to another of them."""
 
@@ -141,7 +141,7 @@ class Ends:
             [end.reach for end in ends],
             [kept for kept, _ in nodes],
             [custom for _, custom in nodes],
-            any(map(_is_real, ends)),
+            [end.tensor for end in ends if _is_real(end)],
             uncut,
         )
 

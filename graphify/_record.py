@@ -19,7 +19,7 @@ from ._guards import Guard, find_place, once
 from ._inputs import StaticInputs
 from ._layout import family_key, is_dense
 from ._places import Change
-from ._results import ResultPlan, TangledError
+from ._results import ResultPlan
 from ._saved import Saved, saving
 from ._stand_ins import StandIns, StandInUsedError
 from ._survey import Survey
@@ -28,6 +28,7 @@ from ._trial import HostRandomness
 from ._undo import UndoLog, version_of
 from ._verdicts import (
     keeps_random_state,
+    long_history,
     other_flag,
     other_form,
     random_draw,
@@ -425,7 +426,7 @@ class _Recorder:
         )
         wants = ends.of((p.tensor for p in plan.primaries), self.device)
         if wants.uncut or (wants.real and self.watch.drew and self.setting.backend.nodes_have_streams):
-            raise TangledError  # its backward could neither be captured nor run live
+            raise long_history(wants, self.before)
         self.instance = Instance(self.setting, graph, self.device, self.patterns)
         self.instance.drew = self.watch.drew
         self.instance.plan(plan.primaries, wants, statics)

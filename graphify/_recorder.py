@@ -26,7 +26,7 @@ from ._undo import UndoLog
 from ._verify import Verified, Verifier
 from .errors import CaptureError, alone
 
-__all__ = ["GRADIENTS", "TANGLED", "Recorder"]
+__all__ = ["GRADIENTS", "Recorder", "tangled"]
 
 log = logging.getLogger("graphify")
 
@@ -35,12 +35,12 @@ GRADIENTS = Refusal(
     advice="its results need gradients in some calls of one kind and in others not: detach them, or call it under "
     "torch.no_grad() or torch.inference_mode()",
 )
-TANGLED = Refusal(
-    "views",
-    advice="its results need gradients and are views that cannot be taken of a copy: return the whole tensor, "
-    "and take the views outside",
-)
 _RETRIES = 3
+
+
+def tangled(error: TangledError) -> Refusal:
+    """Calls of this kind run eagerly."""
+    return Refusal(error.reason, advice=error.advice)
 
 
 class Recorder:
@@ -65,8 +65,8 @@ class Recorder:
             take_back = self.make_graph(entry, call)
         except NeedsGradError:
             again = True
-        except TangledError:
-            entry.refusal = TANGLED
+        except TangledError as error:
+            entry.refusal = tangled(error)
         except UnbuiltError as error:
             again = entry.built < _RETRIES
             entry.refusal = None if again else Refusal("uncapturable", error)

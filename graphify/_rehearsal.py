@@ -6,7 +6,7 @@ from ._entry import Entry, Refusal
 from ._graph import Call
 from ._optimizers import steps
 from ._record import NeedsGradError
-from ._recorder import GRADIENTS, TANGLED, Recorder
+from ._recorder import GRADIENTS, Recorder, tangled
 from ._results import TangledError
 from ._stand_ins import set_aside
 from ._trial import trial
@@ -50,8 +50,8 @@ def rehearse(recorder: Recorder, entry: Entry, call: Call, like: Entry | None = 
         raise _too_large(recorder.setting.name) from None
     except NeedsGradError:
         entry.refusal = GRADIENTS
-    except TangledError:
-        entry.refusal = TANGLED
+    except TangledError as error:
+        entry.refusal = tangled(error)
     except CaptureError as error:
         entry.refusal = Refusal("uncapturable", alone(error))
     if entry.graph is not None:

@@ -56,7 +56,21 @@ def lending(
 
 
 class TangledError(Exception):
-    """The results are views of one another in a way that gradients cannot be handed out through."""
+    """Gradients cannot be handed out through the results as they are: why, in a word, and what to do about it."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(advice)
+        self.reason, self.advice = reason, advice
+
+
+_VIEWS = (
+    "its results need gradients and are views that cannot be taken of a copy: return the whole tensor, and take "
+    "the views outside"
+)
+_LENT = (
+    "its results need gradients and are views of an argument, or of a tensor from outside, that strides alone do "
+    "not give: return a copy, or take the views outside"
+)
 
 
 class Primary(NamedTuple):
@@ -247,7 +261,7 @@ def _primary(family: list[Tensor]) -> Tensor | None:
     bases = {id(base): base for base in (r._base if r._base is not None else r for r in graded)}
     base = next(iter(bases.values()))
     if len(bases) > 1 or base.grad_fn is None or any(r.dtype != base.dtype for r in graded):
-        raise TangledError
+        raise TangledError("views", _VIEWS)
     return base
 
 
@@ -261,7 +275,7 @@ def _base_among(result: Tensor, held: list[tuple[T, Tensor]]) -> tuple[T, Tensor
             continue  # the backward of a view by strides would spread over all elements that share memory
         if base is not None and (base is tensor or base is tensor._base) and result.dtype == tensor.dtype:
             return i, tensor
-    raise TangledError
+    raise TangledError("views of others", _LENT)
 
 
 def _view(base: Tensor, result: Tensor, byte: int) -> Tensor:

@@ -11,9 +11,11 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
 from ._code import Executed
+from ._ends import Wanted
 from ._layout import family_key
 from ._optimizers import refused_change
 from ._places import MISSING, Change
+from ._results import TangledError
 from ._survey import Survey
 from ._watch import Watch
 from .errors import CaptureError, InputError
@@ -23,6 +25,7 @@ __all__ = [
     "host_reads",
     "is_only_written",
     "keeps_random_state",
+    "long_history",
     "other_flag",
     "other_form",
     "other_place",
@@ -162,6 +165,18 @@ def given_history(
         f"`{name}` is written in place with something that needs gradients",
         why="a graph repeats device work only, and the tensor would not get the history that it has in eager",
         fix="write under `torch.no_grad()` or write `.detach()`, or return the new value",
+    )
+
+
+def long_history(wants: Wanted, survey: Survey) -> TangledError:
+    """A backward that ends at a tensor itself may go on behind it, and on a device it has to run live."""
+    tensor = next((t for t in wants.real if not t.is_leaf or not wants.uncut), wants.real[0])
+    name = next((f"`{place.name}`" for place, t in survey.tensors() if t is tensor), "a tensor from outside")
+    why = "has a history of its own" if wants.uncut else "is needed beside random numbers"
+    return TangledError(
+        "history",
+        f"its results need a gradient of {name}, which {why} and cannot be set aside while a graph is recorded (it is "
+        "no plain tensor or parameter, or torch keeps its `.grad` as after `retain_grad()`): pass it as an argument",
     )
 
 

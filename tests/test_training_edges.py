@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from training import Wrap, clear, grads, leaf, same
 
 from graphify import CaptureError, GraphifyWarning, graphify
+from graphify.backends.tape import TapeBackend
 
 
 # Such a first call runs on the capture stream, and torch says that its nodes have another one than the backward.
@@ -206,9 +207,59 @@ def test_a_view_of_an_expanded_tensor(backend, device, outside):
             f(x).square().sum().backward()
             yield grads(x, w)
 
-    with pytest.warns(GraphifyWarning, match="views"):
+    with pytest.warns(GraphifyWarning, match="views of an argument, or of a tensor from outside"):
+        (graphed,) = same(train, backend)
+    assert graphed.stats().reasons == {"views of others": 3}
+
+
+def test_a_view_as_another_kind_of_number(backend, device):
+    """A complex result beside the real numbers that it is made of: such calls run eagerly, with words of their own."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        w = leaf(device, 4)
+
+        def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.complex(x * w, x + w)
+            return h, torch.view_as_real(h)
+
+        f = wrap(forward)
+        for _ in range(4):
+            h, numbers = f(torch.randn(3, 4, device=device))
+            (h.abs().sum() + numbers.square().sum()).backward()
+            yield h, numbers, w.grad
+
+    with pytest.warns(GraphifyWarning, match="views that cannot be taken of a copy"):
         (graphed,) = same(train, backend)
     assert graphed.stats().reasons == {"views": 3}
+
+
+class Aside(nn.Parameter):
+    """A kind of parameter that nobody knows."""
+
+
+KEPT: dict[str, Callable[[torch.device], Tensor]] = {
+    "has a history of its own": lambda device: leaf(device, 3) * 2,
+    "is needed beside random numbers": lambda device: Aside(torch.rand(3, device=device)),
+}
+
+
+@pytest.mark.parametrize("why", KEPT)
+def test_a_gradient_of_a_tensor_that_cannot_be_set_aside(device, why, monkeypatch):
+    """Calls that need it run eagerly, with its name and the reason, and with what to write."""
+    monkeypatch.setattr(TapeBackend, "nodes_have_streams", True)
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        w, kept = leaf(device, 3), KEPT[why](device)
+        if not kept.is_leaf:
+            kept.retain_grad()
+        f = wrap(lambda x: nn.functional.dropout(x * kept * w, 0.5))
+        for _ in range(4):
+            f(torch.randn(2, 3, device=device)).sum().backward(retain_graph=True)
+            yield w.grad, kept.grad
+
+    with pytest.warns(GraphifyWarning, match=f"a gradient of `kept`, which {why}.*pass it as an argument"):
+        (graphed,) = same(train, "tape")
+    assert graphed.stats().reasons == {"history": 3}
 
 
 class Inner(nn.Module):
