@@ -24,9 +24,12 @@ else:
     }
     hypothesis.settings.register_profile("default", max_examples=500, derandomize=True, **common)
     hypothesis.settings.register_profile("quick", max_examples=50, derandomize=True, **common)
-    # For long runs by hand, in one process or split over several, each with a seed of its own.
+    # For long runs by hand, in one process or split over several, each with a seed of its own. Whatever a profile
+    # does not name it takes from the current one, where seeds count for nothing.
     examples = int(os.environ.get("DEEP_EXAMPLES", "20000"))
-    hypothesis.settings.register_profile("deep", max_examples=examples, **common)
+    hypothesis.settings.register_profile(
+        "deep", max_examples=examples, derandomize=False, database=None, **common
+    )
     profile = os.environ.get("HYPOTHESIS_PROFILE", "default")
     hypothesis.settings.load_profile(profile)
 

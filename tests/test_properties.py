@@ -126,6 +126,11 @@ def test_arguments_that_share_memory_behave_as_in_eager(
     tally.check(replay=0.5)
 
 
+def test_seeds_count_in_a_deep_run() -> None:
+    """A deep run that is split over processes draws other programs in each."""
+    assert not settings.get_profile("deep").derandomize
+
+
 # -- what these properties found once
 
 
