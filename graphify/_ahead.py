@@ -103,7 +103,7 @@ def capture_one(
         if isinstance(entry, Sized) and isinstance(ways, Sizes):
             entry = ways.rehearse(entry, call)
         elif entry.graph is None and entry.refusal is None:
-            rehearse(life.recorder, entry, call)
+            rehearse(life.recorder, entry, call, blank=False)
     if entry.graph is None:
         raise _not_captured(life.setting.name, entry)
     return entry

@@ -55,7 +55,7 @@ class Entry:
         self.label = ""
         self.proof: Any = None
         """That padding changes nothing, where calls of several sizes share the graph."""
-        self.large = False
+        self.large: tuple[str, ...] = ()  # names of what a warm-up wrote and no trial copies
         """Whether a run writes outside memory that no trial puts back."""
         self.capacity: tuple[int, ...] = ()
         self.addresses: tuple[tuple[int, int], ...] = ()

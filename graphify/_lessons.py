@@ -29,7 +29,20 @@ from ._verdicts import given_history, host_reads, replaced_argument
 from ._watch import Watch, watching
 from .errors import CaptureError
 
-__all__ = ["Lessons"]
+__all__ = ["Lessons", "large_writes"]
+
+
+def large_writes(watch: Watch, survey: Survey, call: Call) -> tuple[str, ...]:
+    """The names of what a run wrote, or was about to write, of memory that no trial copies."""
+    given = {family_key(t): t for t in call.tensors}
+    written = [(k, t) for k, t in (watch.outside | given).items() if k in watch.written and is_large(t)]
+    if not written:
+        return ()
+    names = {family_key(t): f"`{place.name}`" for place, t in survey.tensors()}
+    names |= {
+        family_key(t): f"`{path}`" for path, t in zip(call.tree.tensor_paths, call.tensors, strict=True)
+    }
+    return tuple(names.get(key, f"a tensor {tuple(t.shape)} from outside") for key, t in written)
 
 
 class Lessons:
@@ -91,8 +104,8 @@ class Lessons:
         self.executed.merge(watch.executed)
         self.generators.update(watch.generators)
         entry.warmed += 1
-        entry.large = any(is_large(t) for key, t in watch.outside.items() if key in watch.written)
         survey = self._survey_with(call, stepped)
+        entry.large = large_writes(watch, survey, call)
         entry.numbers = numbers_of(survey.optimizers)
         lifted = {place.id for place in self.numbers.lifted(entry.numbers)}
         entry.trust(Guard(survey, outside=(), written=lifted, device=watch.device))

@@ -6,8 +6,9 @@ before it does: then nothing is compared, and calls themselves teach how results
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from ._autograd import unhooked
 from ._cuts import Learner, teach
 from ._graph import Call
 from ._layout import family_key
-from ._lessons import Lessons
+from ._lessons import Lessons, large_writes
+from ._marks import Extra, Mark, Marks
 from ._material import copied, from_batch, memory_of, stirred, weights, written
 from ._nearness import unlike
 from ._optimizers import steps
@@ -26,7 +28,7 @@ from ._specification import root_of
 from ._survey import Survey
 from ._tree import Tree, tree_of
 from ._trial import is_large, trial
-from ._trust import Proof, padding_error, remedy, untried
+from ._trust import Proof, padding_error, remedy, trusted, untried
 from ._undo import TooLargeError, UndoLog
 from ._watch import Watch, watching
 from .errors import PaddingError, alone
@@ -38,11 +40,17 @@ _SIZE = "padding adds rows: a size that is used as a number is the bucket's, and
 _ROWS = "each padded row is written where its index says, as a live one is"
 _COPY = "a bucket has a copy of the argument, which the next call fills"
 _CLONE = "leave a clone, return it, or take this dimension out of `buckets`"
+_UNSEEN = (
+    "has padded rows that write {}, which holds one number everywhere: whether they keep what is there cannot be seen."
+    " Prove it with other numbers there, or give `pad=` an index that nothing is written at"
+)
 _SCRATCH = (
     "give `pad=` an index that nothing is written at, or, for a row that nobody reads,"
     ' write check_padding="outputs"'
 )
 
+Marked = dict[object, Mark]
+"""By the path of an argument, or by memory from outside."""
 Cutter = Callable[[list[Tensor], Collection[int], Sequence[Tensor]], list[Tensor]]
 
 
@@ -58,6 +66,8 @@ class _Run(NamedTuple):
     """Attributes and gradients that it bound."""
     arguments: list[Tensor]
     grads: dict[str, Tensor]
+    marks: Marked
+    """What it wrote of memory that a stirred start could make illegal, and of arguments."""
     watch: Watch
 
     @property
@@ -91,6 +101,8 @@ def prove(
     except TooLargeError as error:
         alone(error)
     prover.check_offences()  # what can never be captured is said also where a run ends early
+    if check is True:
+        prover.say_trusted()
     return untried()
 
 
@@ -100,7 +112,7 @@ def _proved(prover: _Prover, check: bool | str) -> Proof:
     prover.check_rows_left(exact, padded)
     if not why:
         prover.compare(exact, padded, rounding=True)
-        prover.check_writes(exact)
+        prover.check_writes(exact, padded)
         if prover.unnamed:
             prover.compare(padded, prover.padded(other=True), rounding=False)
     outside = exact.watch.outside.keys()
@@ -156,6 +168,12 @@ class _Prover:
         if found is not None:
             raise found
 
+    def say_trusted(self) -> None:
+        """Say what the latest run was about to write, so that nothing could be compared."""
+        assert self.watch is not None, "a run was made"
+        names = large_writes(self.watch, self.lessons.survey(self.call), self.call)
+        self.lessons.plain.say("untried", trusted(names))
+
     def check_rows_left(self, exact: _Run, padded: _Run) -> None:
         """Raise where an attribute would have the rows of a bucket, also where nothing else can be compared."""
         for name in exact.python.keys() & padded.python.keys() if self.state else ():
@@ -164,8 +182,10 @@ class _Prover:
                 what = f"{name} depends on the padding: {here} padded, {there} at its exact size"
                 raise self._error(what, _SIZE)
 
-    def check_writes(self, exact: _Run) -> None:
+    def check_writes(self, exact: _Run, padded: _Run) -> None:
         """Raise where padded rows write memory that live rows leave alone, whatever it holds and they write."""
+        if self.state and not exact.watch.backward:
+            self._check_marks(exact.marks, padded.marks)
         outside = exact.watch.outside.items()
         stir = [t for key, t in outside if key in exact.watch.written and t.is_floating_point()]
         if not self.state or not stir or exact.watch.backward:
@@ -178,13 +198,34 @@ class _Prover:
             if alone.any():
                 raise self._error(f"padded rows write {int(alone.sum())} elements of {name}", _ROWS, _SCRATCH)
 
-    def padded(self, stir: Sequence[Tensor] = (), *, other: bool = False) -> _Run:
+    def _check_marks(self, exact: Marked, padded: Marked) -> None:
+        """What only padded rows write must stay as it is, also where it is another number."""
+        extra: dict[object, Extra] = {}
+        for key, mark in padded.items():
+            live = exact.get(key)
+            places = mark.mask if live is None else mark.mask & ~live.mask
+            if places.any():
+                extra[key] = Extra(mark, places, mark.left if live is None else live.left)
+        found = self.padded(extra=extra).marks if extra else {}
+        for key, more in extra.items():
+            if more.unseen:
+                self.lessons.plain.say("unseen", f"{_UNSEEN.format(more.name)}")
+            if number := more.changed(found.get(key)):
+                raise self._error(f"padded rows write {number} elements of {more.name}", _ROWS, _SCRATCH)
+
+    def padded(
+        self,
+        stir: Sequence[Tensor] = (),
+        *,
+        other: bool = False,
+        extra: Mapping[object, Extra] = MappingProxyType({}),
+    ) -> _Run:
         """A run of the bucket's size, its results cut; `other`: with other padding where none was named."""
         fills = [from_batch if other and not chosen else fill for fill, chosen in self.fills]
         detached = {id(t): t if id(t) in self._lent else t.detach() for t in self.call.tensors}
         padded = self.fit.padded([detached[id(t)] for t in self.call.tensors], fills)
         tensors = self._copies(padded)
-        return self._run(tensors, self._cut, stir)
+        return self._run(tensors, self._cut, stir, extra)
 
     def _guard(self, log: UndoLog, tensors: Sequence[Tensor]) -> None:
         """Let no run write what is not put back; its own copies need not be."""
@@ -243,7 +284,13 @@ class _Prover:
             cut.append((near or ways)[0][1])
         return cut
 
-    def _run(self, tensors: tuple[Tensor, ...], cut: Cutter, stir: Sequence[Tensor] = ()) -> _Run:
+    def _run(
+        self,
+        tensors: tuple[Tensor, ...],
+        cut: Cutter,
+        stir: Sequence[Tensor] = (),
+        extra: Mapping[object, Extra] = MappingProxyType({}),
+    ) -> _Run:
         lessons, backend = self.lessons, self.lessons.setting.backend
         call = Call(self.call.tree, self.call.tree.rebuild(tensors, self.call.consts), tensors)
         survey = lessons.survey(call)
@@ -255,16 +302,38 @@ class _Prover:
             for tensor in stir:
                 log.before_write(tensor)
                 memory_of(tensor).copy_(stirred(memory_of(tensor)))
+            memory = dict(zip(call.tree.tensor_paths, tensors, strict=True))
+            for key, more in extra.items():
+                tensor = memory[key] if isinstance(key, str) else more.tensor
+                log.before_write(tensor)
+                more.begin(memory_of(tensor))
             watch = Watch(self.device, given=tensors, undo=log)
             self.watch = watch
-            with watching(watch, backend.listen), steps(), self._blaming(cut):
+            marks = Marks(self._unstirred(watch, tensors))
+            with watching(watch, backend.listen), marks, steps(), self._blaming(cut):
                 result = lessons.setting.run(call.values)
             with self._blaming(cut):
-                run = self._taken(result, watch, survey, call, cut)
-        backend.hand_over([*run.results, *run.state.values(), *run.arguments, *run.grads.values()])
+                run = self._taken(result, watch, marks, survey, call, cut)
+        left = [*run.results, *run.state.values(), *run.arguments, *run.grads.values()]
+        backend.hand_over([*left, *(t for mark in run.marks.values() for t in (mark.mask, mark.left))])
         return run
 
-    def _taken(self, result: Any, watch: Watch, survey: Survey, call: Call, cut: Cutter) -> _Run:
+    def _unstirred(self, watch: Watch, tensors: Sequence[Tensor]) -> Callable[[Tensor], bool]:
+        """What no other start is tried for: integers, which may be indices, and arguments that are not padded."""
+        dims = self.fit.dims()
+        whole = {family_key(t) for leaf, t in enumerate(tensors) if leaf not in dims}
+
+        def wanted(tensor: Tensor) -> bool:
+            key = family_key(tensor)
+            if tensor.layout is not torch.strided or key in watch.born or is_large(tensor):
+                return False
+            return key in whole if key in watch.given else not tensor.is_floating_point()
+
+        return wanted
+
+    def _taken(
+        self, result: Any, watch: Watch, marks: Marks, survey: Survey, call: Call, cut: Cutter
+    ) -> _Run:
         """Copy what a run left while it is still there."""
         roots = (result,)
         tree = tree_of(roots, ["output"])
@@ -279,7 +348,14 @@ class _Prover:
             for i, t in enumerate(call.tensors)
         ]
         results = [t.detach().clone() for t in live]
-        return _Run(tree, found[1], results, memory, python, arguments, grads, watch)
+        marked = self._named(marks, names, call)
+        return _Run(tree, found[1], results, memory, python, arguments, grads, marked, watch)
+
+    def _named(self, marks: Marks, names: dict[int, str], call: Call) -> Marked:
+        paths = {family_key(t): path for path, t in zip(call.tree.tensor_paths, call.tensors, strict=True)}
+        named = names | {key: f"argument `{path}`" for key, path in paths.items()}
+        # Of an argument each run has a copy of its own.
+        return {paths.get(key, key): mark for key, mark in marks.found(named).items()}
 
     def _rebound(self, survey: Survey, call: Call) -> dict[str, Tensor]:
         """The tensors that the run left in Python's hands: attributes, and gradients of parameters."""

@@ -24,7 +24,7 @@ from ._rehearsal import rehearse
 from ._signature import overlap
 from ._specification import Specification, specification
 from ._tree import tensors_of
-from ._trust import UNTRIED, Proof, untried
+from ._trust import UNTRIED, Proof, trusted, untried
 from ._untried import at_exact_size, foresees, padded
 from ._verdicts import shared_memory
 from .errors import CaptureError, InputError, PaddingError, alone
@@ -231,7 +231,7 @@ class Sizes:
         bucket = self._bucket(entry, blank, call)
         if bucket.graph is None and bucket.refusal is None:
             padding = Call(call.tree, call.tree.rebuild(blank, call.consts), blank)
-            rehearse(self.life.recorder, bucket, padding, self.life.alike(bucket))
+            rehearse(self.life.recorder, bucket, padding, self.life.alike(bucket), blank=True)
         inside = all(0 < live <= full for live, full in zip(entry.fit.live, entry.fit.full, strict=True))
         if inside and bucket.refusal is None and not bucket.large:
             self._learn(entry, bucket, call)
@@ -296,6 +296,8 @@ class Sizes:
         if entry.fit.is_as_is(call.tensors) or known:
             return
         if bucket.large:
+            if self.life.options.check_padding is True:
+                self.life.plain.say("untried", trusted(bucket.large))
             bucket.proof = untried()
             return
         try:

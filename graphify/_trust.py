@@ -10,7 +10,7 @@ from ._padding import Fit
 from ._tree import Tree
 from .errors import PaddingError
 
-__all__ = ["UNTRIED", "Lived", "Proof", "padding_error", "remedy", "untried"]
+__all__ = ["UNTRIED", "Lived", "Proof", "padding_error", "remedy", "trusted", "untried"]
 
 UNTRIED = "it writes tensors above 256 MiB, of which no trial makes a copy"
 _FIX = "mask the padded rows, give `pad=` a value that they ignore, or take this dimension out of `buckets`"
@@ -55,6 +55,20 @@ def untried() -> Proof:
     return Proof(None, (), frozenset(), UNTRIED, Lived())
 
 
+def trusted(names: Sequence[str]) -> str:
+    """What is said once of a function whose padding nothing proves, and how to prove it all the same."""
+    return (
+        f"writes {_listed(names)}, above 256 MiB, of which no trial makes a copy: that padding changes nothing is trusted,"
+        " not proved. Prove it once with a smaller one, or compare a padded call with eager; check_padding=False says"
+        " that you have"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """A few names, and whether there are more."""
+    return ", ".join(names[:_MANY]) + (", ..." if names[_MANY:] else "")
+
+
 def padding_error(name: str, fit: Fit, what: str, why: str, fix: str) -> PaddingError:
     """What padding changes in a call of one size, and the bucket that it was padded to."""
     sizes = [
@@ -68,5 +82,5 @@ def remedy(unnamed: Sequence[str]) -> str:
     """What to write; a mask without `pad` among the padded arguments is the commonest cause."""
     if not unnamed:
         return _FIX
-    names = ", ".join(f"`{path}`" for path in unnamed[:_MANY]) + (", ..." if unnamed[_MANY:] else "")
-    return f"{_FIX}; if it tells what is padding, give it `pad=`: {names}"
+    names = [f"`{path}`" for path in unnamed]
+    return f"{_FIX}; if it tells what is padding, give it `pad=`: {_listed(names)}"

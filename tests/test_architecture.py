@@ -67,6 +67,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     3: (
         *(
             "_inputs",
+            "_marks",
             "_material",
             "_options",
             "_results",
@@ -125,6 +126,7 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_operators": ("_composite", "_undo"),
     "_watch": ("_composite", "_operators", "_undo"),
     "_inputs": ("backends.base",),
+    "_marks": ("_material",),
     "_results": ("backends.base",),
     "backends": ("backends.base", "backends.cuda", "backends.eager", "backends.tape"),
     "backends._host_reads": ("backends.base",),

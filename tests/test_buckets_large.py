@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ from bucketing import BATCH, ROWS, SEQ
 from checks import counts, equal
 from torch import Tensor, nn
 
-from graphify import CaptureError, PaddingError, graphify
+from graphify import CaptureError, GraphifyWarning, PaddingError, graphify
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* is trusted, not proved:graphify.GraphifyWarning")
 SIZES = (3, 3, 3, 4, 1, 1, 2, 5, 5, 8, 6, 7, 3, 2, 8, 1)
 CHECKS: list[Any] = [True, "outputs", False]
 
@@ -385,3 +387,70 @@ def test_the_record_says_what_is_not_compared(backend: str, device: torch.device
 
     assert "padding not compared: it writes tensors above 256 MiB" in str(captured)
     assert step.stats().reasons["cut"] == 3
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("check", CHECKS)
+def test_what_is_trusted_is_said_once(backend: str, device: torch.device, check: Any, full: bool) -> None:
+    """A large cache that padding might write is named once, with a way to prove it, unless the check is off."""
+    step = graphify(Cache().to(device), pad={"slots": -1}, check_padding=check, backend=backend, **ROWS)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for n in (4, 4, *SIZES) if full else SIZES:
+            step(whole(n, 3, device=device), torch.randperm(100)[:n].to(device))
+
+    texts = [str(warning.message) for warning in said if warning.category is GraphifyWarning]
+    assert len(texts) == (check is True)
+    for text in texts:
+        assert "writes `self.kv`, above 256 MiB, of which no trial makes a copy" in text
+        assert "Prove it once with a smaller one" in text
+
+
+def test_what_is_trusted_may_be_an_argument(backend: str, device: torch.device) -> None:
+    """A large argument by reference is named as such."""
+
+    def step(x: Tensor, kv: Tensor) -> Tensor:
+        kv[: x.shape[0]] = x
+        return x * 2
+
+    graphed = graphify(step, static_args=("kv",), buckets={"x": {0: BATCH}}, backend=backend)
+    with torch.no_grad(), pytest.warns(GraphifyWarning, match="writes `kv`, above 256 MiB"):
+        graphed(whole(3, 3, device=device), torch.zeros(100, 3, device=device))
+
+
+@pytest.mark.parametrize("called", [0, 3])
+def test_a_capture_of_real_rows_ahead_of_time(backend: str, device: torch.device, called: int) -> None:
+    """Without buckets it would write a large cache for good: refused, and calls capture it."""
+    plain, mine = Cache().to(device), Cache().to(device)
+    step = graphify(mine, backend=backend)
+    x, slots = whole(3, 3, device=device), torch.tensor([2, 5, 7], device=device)
+    with torch.no_grad():
+        for _ in range(called):
+            assert torch.equal(plain(x, slots), step(x, slots))
+        given = x[:2], slots[:2] + 10
+        with pytest.raises(CaptureError, match="writes tensors above 256 MiB") as raised:
+            step.capture(*given)
+        assert "declare `buckets`" in raised.value.fix
+        assert torch.equal(plain.kv, mine.kv)
+        for _ in range(4):
+            assert torch.equal(plain(*given), step(*given))
+            assert torch.equal(plain.kv, mine.kv)
+    assert step.stats().captures == 1 + (called > 0)
+
+
+def test_a_capture_of_real_rows_after_a_warm_up(backend: str, device: torch.device) -> None:
+    """Of a signature that a call has warmed up, a capture that runs nothing leaves no trace."""
+    plain, mine = Cache().to(device), Cache().to(device)
+    step = graphify(mine, backend=backend)
+    x, slots = whole(3, 3, device=device), torch.tensor([2, 5, 7], device=device)
+    with torch.no_grad():
+        assert torch.equal(plain(x, slots), step(x, slots))
+        if backend == "eager":
+            with pytest.raises(CaptureError, match="writes tensors above 256 MiB"):
+                step.capture(x + 1, slots + 1)
+        else:
+            assert step.capture(x + 1, slots + 1).nodes
+        assert torch.equal(plain.kv, mine.kv)
+        for i in range(4):
+            assert torch.equal(plain(x + i, slots), step(x + i, slots))
+            assert torch.equal(plain.kv, mine.kv)

@@ -329,6 +329,93 @@ def test_padded_rows_that_write_state_are_refused(backend: str, device: torch.de
     assert made.kv._version == 0
 
 
+def put(table: Tensor, slots: Tensor, tokens: Tensor) -> None:
+    table[slots] = tokens.to(table.dtype)
+
+
+# Ways to write the numbers that padded rows hold, by default 0, where slot 0 holds 0 already.
+SAME: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "index_put": put,
+    "index_copy": lambda table, slots, tokens: table.index_copy_(0, slots, tokens.to(table.dtype)),
+    "scatter": lambda table, slots, tokens: table.scatter_(0, slots, tokens.to(table.dtype)),
+    "a view": lambda table, slots, tokens: put(table.view(2, -1).view(-1), slots, tokens),
+    "a constant": lambda table, slots, tokens: table.index_fill_(0, slots, 0),
+}
+
+
+@pytest.mark.parametrize("held", ["outside", "argument", "reference"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32])
+@pytest.mark.parametrize("way", SAME)
+def test_padded_rows_that_write_what_is_there_are_refused(
+    backend: str, device: torch.device, way: str, dtype: torch.dtype, held: str
+) -> None:
+    """A table that padded rows overwrite with what it holds by chance is found, whatever kind of numbers it has."""
+    mine, start = torch.zeros(8, dtype=dtype, device=device), torch.zeros(8, dtype=dtype, device=device)
+    mine[4:] = start[4:] = 1
+
+    def step(tokens: Tensor, slots: Tensor, table: Tensor) -> Tensor:
+        SAME[way](mine if held == "outside" else table, slots, tokens)
+        return tokens * 2
+
+    sizes = {"tokens": {0: BATCH}, "slots": {0: BATCH}}
+    by = {"static_args": ("table",)} if held == "reference" else {}
+    made = graphify(step, buckets=sizes, backend=backend, **by)
+    tokens, slots = torch.tensor([1, 6, 1], device=device), torch.tensor([2, 3, 5], device=device)
+
+    with pytest.raises(PaddingError, match="padded rows write 1 elements of") as raised:
+        made(tokens, slots, mine)
+
+    assert ("`mine`" if held == "outside" else "argument `table`") in str(raised.value)
+    assert "pad=" in raised.value.fix
+    assert torch.equal(mine, start)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
+@pytest.mark.parametrize("held", ["outside", "reference"])
+def test_padded_rows_that_keep_what_is_there_are_allowed(
+    backend: str, device: torch.device, dtype: torch.dtype, held: str
+) -> None:
+    """A table into which padded rows put what they found there is no trouble, and is as eager leaves it."""
+    mine, twin = (torch.arange(8, device=device).to(dtype) for _ in range(2))
+
+    def step(tokens: Tensor, slots: Tensor, table: Tensor) -> Tensor:
+        kept = mine if held == "outside" and table is not twin else table
+        safe = slots.clamp(min=0)
+        kept[safe] = torch.where(slots >= 0, tokens.to(kept.dtype), kept[safe])
+        return kept[safe] * 2
+
+    sizes = {"tokens": {0: BATCH}, "slots": {0: BATCH}}
+    by = {"static_args": ("table",)} if held == "reference" else {}
+    made = graphify(step, buckets=sizes, pad={"slots": -1}, backend=backend, **by)
+    for n in (3, 3, 2, 4, 1, 5, 7, 6, 3):
+        tokens, slots = torch.randint(0, 9, (n,), device=device), 1 + torch.randperm(7, device=device)[:n]
+        given = mine if held == "reference" else torch.zeros_like(mine)
+        assert torch.equal(made(tokens, slots, given), step(tokens, slots, twin))
+        assert torch.equal(mine, twin)
+    assert counts(made)[4] == 0
+
+
+def test_a_table_of_one_number_is_said_to_be_unseen(backend: str, device: torch.device) -> None:
+    """Where integers hold one number only, nobody knows another legal one: what could not be seen is said once."""
+    table = torch.zeros(8, dtype=torch.int64, device=device)
+
+    def step(tokens: Tensor, slots: Tensor) -> Tensor:
+        safe = slots.clamp(min=0)
+        table[safe] = torch.where(slots >= 0, tokens, table[safe])
+        return table[safe] + 1
+
+    made = graphify(step, pad={"slots": -1}, backend=backend, **ROWS)
+    with pytest.warns(GraphifyWarning, match="write `table`, which holds one number everywhere") as said:
+        for n in (3, 3, 2, 1, 5, 6):
+            tokens, slots = (
+                torch.zeros(n, dtype=torch.int64, device=device),
+                torch.arange(1, n + 1, device=device),
+            )
+            assert made(tokens, slots).tolist() == [1] * n
+    assert len(said) == 1
+    assert counts(made)[4] == 0
+
+
 def test_default_padding_of_an_index_is_refused(backend: str, device: torch.device) -> None:
     """Where no `pad` is given, index 0 is what padded rows would write."""
     made = graphify(Cache(masked=False).to(device), backend=backend, **ROWS)
