@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checks import counts
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from training import Wrap, clear, grads, mlp, same
 
@@ -113,6 +113,37 @@ def test_a_call_in_the_middle_of_a_backward(backend, device, kept):
 
     (graphed,) = same(train, backend)
     assert graphed.stats().eager == 0
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("share", ["nothing", "a penalty before", "a penalty after", "another call"])
+def test_a_hook_in_front_of_the_graph_finds_its_gradients(backend, device, served, share, kept):
+    """What lies in front of a graphed body comes after it in a backward: its hooks see the gradients that eager has.
+
+    Those that were there before are seen once the parameter has a hook of its own.
+    """
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        front, net = nn.Linear(3, 3).to(device), mlp(device)
+        for p in net.parameters() if kept else ():
+            p.register_post_accumulate_grad_hook(lambda p: None)
+        body = wrap(net)
+        for _ in range(8):
+            h = front(torch.randn(4, 3, device=device))
+            h.register_hook(lambda grad: seen.extend(g if g is None else g.clone() for g in grads(net)))
+            seen: list[Tensor | None] = []
+            before = sum(p.square().sum() for p in net.parameters()) if share == "a penalty before" else 0
+            loss = body(h).square().sum() + before
+            if share == "a penalty after":
+                loss = loss + sum(p.square().sum() for p in net.parameters())
+            if share == "another call":
+                loss = loss + body(h * 2).sum()
+            loss.backward()
+            yield seen, grads(front, net)
+            clear(front, *([] if kept else [net]))
+
+    same(train, backend)
+    assert served
 
 
 @pytest.mark.parametrize("late", [True, False])
