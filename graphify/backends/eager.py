@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .._layout import family_key
 from .._tree import tensors_of
@@ -92,7 +91,7 @@ def _move(old: Tensor, new: Tensor) -> None:
     """Give a recorded result the values of a new one, without a trace in autograd or in versions."""
     if _is_there(old, new):
         return
-    if is_traceable_wrapper_subclass(old) and type(new) is type(old):
+    if hasattr(old, "__tensor_flatten__") and type(new) is type(old):
         for name in old.__tensor_flatten__()[0]:  # it has no memory but that of its parts
             _move(getattr(old, name), getattr(new, name))
         return
