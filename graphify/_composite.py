@@ -17,6 +17,15 @@ _COMPOSITE = "CompositeImplicitAutograd"
 _Key = torch._C.DispatchKey
 VIEWS, AUTOCAST_CPU = _Key.ADInplaceOrView, _Key.AutocastCPU
 _LAZY = (_Key.Conjugate, _Key.Negative, _Key.ZeroTensor)
+# Outside of inference mode nothing shows whether autocast was off where a composite operator called this one. These
+# call others, and Python calls them itself or by a composite operator of which it is known whether it is cast.
+_ENTERED = {
+    "aten::_transformer_encoder_layer_fwd": "aten::_transformer_encoder_layer_fwd",
+    "aten::_native_multi_head_attention": "aten::_native_multi_head_attention",
+    "aten::linalg_matrix_exp": "aten::linalg_matrix_exp",
+    "aten::linalg_pinv.atol_rtol_tensor": "aten::linalg_pinv.atol_rtol_tensor",  # or `pinverse`, an old name
+    "aten::_trilinear": "aten::bilinear",
+}
 _exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
@@ -29,7 +38,11 @@ def is_composite(func: Any, device_type: str) -> bool:
 
 
 def _has_kernel(func: Any, key: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+    return _named_kernel(func.name(), key)
+
+
+def _named_kernel(name: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 def uncover(func: Any, device_type: str) -> tuple[Any, ...]:
@@ -39,10 +52,11 @@ def uncover(func: Any, device_type: str) -> tuple[Any, ...]:
     would never be resolved (wrong numbers), nothing would be cast, and under inference mode views of parameters
     would not need grad. Gives what is let in again.
     """
-    keys = _covered(func, torch.is_inference_mode_enabled())
+    inference = torch.is_inference_mode_enabled()
+    keys = _covered(func, inference)
     torch.autocast_increment_nesting()
     if torch.autocast_decrement_nesting():
-        keys += tuple(key for key in _casts(func, device_type, kernel=False) if _was_on(key))
+        keys += tuple(key for key in _uncast(func, device_type, inference) if _was_on(key))
     for key in keys:
         _exclude(key, False)
     return keys
@@ -68,12 +82,26 @@ def _covered(func: Any, inference: bool) -> tuple[Any, ...]:
 
 
 @cache
-def _casts(func: Any, device_type: str, *, kernel: bool) -> list[Any]:
-    """The kinds of autocast that may be on here for which this operator has a kernel, or has none."""
+def _cast(func: Any, device_type: str) -> list[Any]:
+    """The kinds of autocast for which this operator has a kernel."""
+    return [key for key in _kinds(device_type) if _has_kernel(func, key.name)]
+
+
+@cache
+def _uncast(func: Any, device_type: str, inference: bool) -> list[Any]:
+    """The kinds of autocast that are on in the kernel of this operator if they were on when torch was entered."""
     if not isinstance(func, torch._ops.OpOverload):
         return []
-    names = {"AutocastCPU", f"Autocast{device_type.upper()}"} & _Key.__members__.keys()
-    return [_Key.__members__[name] for name in sorted(names) if _has_kernel(func, name) == kernel]
+    name: str = func.name()  # type: ignore[no-untyped-call]
+    entered = name if inference else _ENTERED.get(name)
+    if entered is None:
+        return []
+    return [key for key in _kinds(device_type) if not _named_kernel(entered, key.name)]
+
+
+def _kinds(device_type: str) -> list[Any]:
+    known = _Key.__members__
+    return [known[name] for name in sorted({"AutocastCPU", f"Autocast{device_type.upper()}"} & known.keys())]
 
 
 def _was_on(key: Any) -> bool:
@@ -92,7 +120,7 @@ def decomposed(
     """
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         # A kernel of this operator that came before keeps its own kind out of what it calls.
-        for key in _casts(func, device_type, kernel=True):
+        for key in _cast(func, device_type):
             _exclude(key, True)
         if _has_kernel(func, VIEWS.name):
             _exclude(VIEWS, True)

@@ -315,34 +315,32 @@ KERNELS = {
     ),
     # Made of `matmul`, yet autocast keeps all of it in float32.
     "matrix_power": (lambda: lambda x: torch.linalg.matrix_power(x, 3), lambda: torch.randn(3, 3)),
+    "cdist": (lambda: lambda x: torch.cdist(x, x), lambda: torch.randn(40, 4)),
     # One kernel that multiplies by lazy conjugates inside.
     "pinv": (lambda: torch.linalg.pinv, lambda: torch.randn(3, 3, dtype=torch.complex64)),
     "views": (Grown, lambda: torch.randn(3)),
 }
 
 
-def inference_autocast(device_type: str) -> contextlib.ExitStack:
+def with_autocast(context: Any, device: torch.device) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
-    stack.enter_context(torch.inference_mode())
-    stack.enter_context(torch.autocast(device_type, torch.bfloat16))
+    stack.enter_context(context())
+    stack.enter_context(torch.autocast(device.type, torch.bfloat16))
     return stack
 
 
 @pytest.mark.parametrize("kind", KERNELS)
-@pytest.mark.parametrize("context", ["no_grad", "inference_mode", "inference_autocast"])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("cast", [False, True])
 def test_watching_a_run_changes_no_kernel(
-    backend: str, device: torch.device, kind: str, context: str
+    backend: str, device: torch.device, kind: str, context: Any, cast: bool
 ) -> None:
     """Operators that call others take the very kernels of eager: while watched, recorded and replayed."""
-    if kind == "pinv" and (backend == "cuda" or context == "inference_autocast"):
+    if kind == "pinv" and (backend == "cuda" or cast):
         pytest.skip("a host read on a device; no complex numbers under autocast")
     make, sample = KERNELS[kind]
-    contexts = {
-        "no_grad": torch.no_grad,
-        "inference_mode": torch.inference_mode,
-        "inference_autocast": lambda: inference_autocast(device.type),
-    }
-    calls = [Call((sample(),), context=contexts[context]) for _ in range(4)]
+    around = (lambda: with_autocast(context, device)) if cast else context
+    calls = [Call((sample(),), context=around) for _ in range(4)]
 
     stats = assert_matches_eager(make=make, calls=calls, backend=backend, device=device)
 
@@ -351,7 +349,8 @@ def test_watching_a_run_changes_no_kernel(
 
 def test_composite_operators_see_autocast_in_inference_mode(backend: str, device: torch.device) -> None:
     """Watching a run does not change its numbers: inference mode hands composite operators over whole."""
-    calls = [Call((torch.randn(2, 4),), context=lambda: inference_autocast(device.type)) for _ in range(4)]
+    around = lambda: with_autocast(torch.inference_mode, device)
+    calls = [Call((torch.randn(2, 4),), context=around) for _ in range(4)]
 
     stats = assert_matches_eager(torch.nn.GRU(4, 4), calls, backend=backend, device=device)
 
