@@ -23,6 +23,8 @@ __all__ = ["Found", "Source", "Turn"]
 Grads = Sequence[Tensor | None]
 Found = tuple[Grads, Pulled]
 """The gradients of arguments and of others, and those of leaves."""
+_Held = tuple[list[Tensor | None], Pulled]
+"""The same, while groups of ends take theirs."""
 
 _TWICE = (
     "Trying to backward through the graph a second time (or directly access saved tensors after they have already "
@@ -71,7 +73,7 @@ class _Task:
         self.waiting: set[int] = set()
         """Results that were come to, and whose part was not run yet."""
         self.freed = 0
-        self.found: Found | None = None
+        self.found: _Held | None = None
 
 
 class Turn:
@@ -205,7 +207,8 @@ class Turn:
             given = [g if i in task.waiting else None for i, g in enumerate(task.given)]
             found, pulled = self.source.pull(self, given)
             self._lend(pulled)
-            task.found = (found, pulled) if task.found is None else self._added(task.found, (found, pulled))
+            new = [*found], pulled
+            task.found = new if task.found is None else self._added(task.found, new)
             task.waiting.clear()
         assert task.found is not None
         return self._chosen(task.found, self.source.groups[reach])
@@ -219,7 +222,7 @@ class Turn:
         at_end(end)
         pulled.lend(end)
 
-    def _added(self, first: Found, second: Found) -> Found:
+    def _added(self, first: _Held, second: _Held) -> _Held:
         """The sum of two parts of one backward."""
         (grads, pulled), (more_grads, more) = first, second
         leaves = summed([pulled.hand_out(), more.hand_out()])
@@ -228,10 +231,13 @@ class Turn:
             fitting, lambda places: [leaves[i] for i in places], pulled.order
         )
 
-    def _chosen(self, found: Found, group: Group) -> Found:
+    def _chosen(self, found: _Held, group: Group) -> Found:
         arguments, (grads, pulled) = len(self.source.wanted.arguments), found
-        others = [grads[arguments + i] for i in group.others]
-        return [*(grads[i] for i in group.arguments), *others], pulled.some(group.leaves)
+        places = [*group.arguments, *(arguments + i for i in group.others)]
+        chosen = [grads[i] for i in places]
+        for i in places:  # torch copies a gradient that somebody else holds, and may lay it out another way
+            grads[i] = None
+        return chosen, pulled.some(group.leaves)
 
     def _check(self, numbers: list[int], gone: int) -> None:
         wants = self.source.wanted

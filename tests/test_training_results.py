@@ -259,6 +259,28 @@ def test_views_of_one_another(backend, device, kind):
     replayed(same(train, backend))
 
 
+def test_strides_of_a_gradient_of_one_row(backend, device):
+    """The gradient of an argument is laid out as in eager, also where a dimension of one element leaves a choice."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        w = nn.Parameter(torch.rand(4, 3, device=device))
+
+        def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+            h = x.relu() * 0.5
+            return h @ w, h
+
+        f, old = wrap(forward), []
+        for i in range(6):
+            x = torch.rand(4, device=device).as_strided((1, 4), (1, 1)).requires_grad_()
+            old.append((x, sum(r.sum() for r in f(x))))
+            for earlier, loss in old[i % 2 :]:
+                loss.backward(retain_graph=True)
+                yield earlier.grad, earlier.grad.stride()
+            del old[: i % 2]
+
+    replayed(same(train, backend))
+
+
 class Deep(nn.Module):
     """A body and two heads, each of enough parameters for a gate."""
 
