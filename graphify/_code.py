@@ -69,8 +69,11 @@ class CodeNames:
         self.scope = frozenset(scope)
         self.imports = frozenset(imports)
         self.strings = frozenset(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+        self.all = self.loads | self.stores | self.strings
 
 
+_NAMED_TUPLE = ("_tuple_new",)
+"""What the constructor of a named tuple loads, and nothing else does: it is generated, and reads no state."""
 _ANY_NAME = frozenset({"vars", "__dict__"})
 
 names_of = lru_cache(maxsize=None)(CodeNames)
@@ -87,6 +90,10 @@ class Executed:
         """Take over what another run executed."""
         self.codes.update(other.codes)
         self.everything = self.everything or other.everything
+
+    def merge_library(self, other: Executed) -> None:
+        """Take over no code of the user's, which may be one signature's alone."""
+        self.codes.update({k: held for k, held in other.codes.items() if is_library(held[0].co_filename)})
 
     def note(self, functions: Iterable[Any]) -> None:
         """Take these functions as executed."""
@@ -117,9 +124,7 @@ class Executed:
 
     def names(self) -> frozenset[str]:
         """Every name that the code may read or write, `getattr(self, "name")` included."""
-        return frozenset().union(
-            *(n.loads | n.stores | n.strings for n in (names_of(code) for code, _ in self.codes.values()))
-        )
+        return frozenset().union(*(names_of(code).all for code, _ in self.codes.values()))
 
     def scopes(self) -> Iterator[tuple[CodeType, dict[str, Any]]]:
         """The user's code objects with their globals; torch's and the standard library's left out."""
@@ -132,7 +137,7 @@ class Executed:
 
         def note(frame: FrameType) -> bool:
             code = frame.f_code
-            if id(code) in self.codes or code.co_filename.startswith(_OURS):
+            if id(code) in self.codes or code.co_filename.startswith(_OURS) or code.co_names == _NAMED_TUPLE:
                 return True
             if _is_aside(frame, collecting):
                 return False

@@ -16,6 +16,7 @@ from ._places import Place
 from ._pool import GraphPool
 from ._results import Attach, ResultPlan, lending
 from ._signature import TensorSpec
+from ._standing import Surveys
 from ._tree import Tree
 from ._whole_step import WholeStep
 from .backends._memory import is_closed
@@ -86,6 +87,7 @@ class Setting:
     sized: bool = False
     """Whether calls of several sizes share recordings."""
     flats: Flats = field(default_factory=Flats)
+    surveys: Surveys = field(default_factory=Surveys)
     lent: set[str] = field(default_factory=set)
     """Arguments whose static input a user writes in place."""
     optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)

@@ -85,7 +85,9 @@ class Lessons:
     def survey(self, call: Call) -> Survey:
         """What a run of this call may change; all that is in reach while nothing is known of its code."""
         known = self.executed if self.executed.codes else Executed(everything=True)
-        return Survey([*self.setting.roots(call), ("arguments", list(call.values))], known)
+        return self.setting.surveys.of(self.setting.roots(call), known).beyond(
+            [("arguments", list(call.values))]
+        )
 
     def known_generators(self) -> list[torch.Generator]:
         """Those that runs so far drew from."""
@@ -122,12 +124,12 @@ class Lessons:
 
     def _survey_with(self, call: Call, stepped: Sequence[Optimizer]) -> Survey:
         """What a run can reach, its optimizers included, whether or not a name leads to them."""
-        survey = Survey(self.setting.roots(call), self.executed)
+        survey = self.setting.surveys.of(self.setting.roots(call), self.executed)
         unknown = [optimizer for optimizer in stepped if not survey.holds(optimizer)]
         if not unknown:
             return survey
         self.setting.optimizers += [(type(optimizer).__name__, optimizer) for optimizer in unknown]
-        return Survey(self.setting.roots(call), self.executed)
+        return self.setting.surveys.of(self.setting.roots(call), self.executed)
 
     def offence(self, watch: Watch, stepped: Sequence[Optimizer]) -> CaptureError | None:
         """Why a run like this one can never be captured, the clearest reason first."""

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ._layout import family_key
+
 __all__ = [
     "MISSING",
     "Bulk",
@@ -195,20 +197,20 @@ class TensorFacts:
     """What `tensor.data = ...` or `requires_grad_()` would change."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.alias = tensor.detach() if tensor.layout is torch.strided else None
+        strided = tensor.layout is torch.strided
+        self.alias = tensor.detach() if strided else None  # keeps the memory
+        self.form = _form(tensor) if strided else None
         self.grad, self.leaf = tensor.requires_grad, tensor.is_leaf
 
     def same_as(self, tensor: Tensor) -> bool:
         """Whether the tensor still is over this memory, in this form."""
-        alias = self.alias
         if tensor.requires_grad != self.grad:
             return False
-        return alias is None or (
-            _address(alias) == _address(tensor)
-            and alias.shape == tensor.shape
-            and alias.stride() == tensor.stride()
-            and alias.dtype == tensor.dtype
-        )
+        return self.form is None or (tensor.layout is torch.strided and self.form == _form(tensor))
+
+    def nothing_to_restore(self, tensor: Tensor) -> bool:
+        """Whether it is as it was for autograd, too."""
+        return tensor.is_leaf == self.leaf and self.same_as(tensor)
 
     def restore(self, tensor: Tensor) -> None:
         """Put memory and flag back."""
@@ -221,12 +223,8 @@ class TensorFacts:
             tensor.requires_grad_(self.grad)
 
 
-def _address(tensor: Tensor) -> tuple[int, int | None]:
-    key = tensor.untyped_storage()._cdata
-    try:
-        return key, tensor.data_ptr()
-    except RuntimeError:  # a static output that a replay has closed
-        return key, None
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return family_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def nothing() -> None:

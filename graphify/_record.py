@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -102,13 +102,13 @@ class _Recorder:
         )
         self.setting, self.call, self.device, self.known = setting, call, device, known
         self.roots = setting.roots(call)
-        self.before = Survey(self.roots, known)
+        self.before = setting.surveys.of(self.roots, known)
         if numbers is not None and (hooks := hooks_on(self.before)):
             self.roots += hooks
             known.note(
                 [hook for _, hook in hooks]
             )  # they run where the backward does, on a thread of its own
-            self.before = Survey(self.roots, known)
+            self.before = setting.surveys.of(self.roots, known)
         self.host = HostRandomness(device)
         self.inputs = StaticInputs(
             call.tensors,
@@ -227,8 +227,8 @@ class _Recorder:
         self.watch.aliases.clear()  # of an earlier run, where the run is repeated
         keeping = nullcontext() if self.patterns is None else saving(self.saved)
         with self.stand_ins.instead():
-            with keeping, watching(self.watch, self.setting.backend.listen), self._stepping():
-                result = self.setting.run(self.arguments)
+            with keeping, watching(self.watch, self.setting.backend.listen):
+                result = self._called()
             if not self.compared:
                 self._compare()
             hidden = [change.place.read() for change in self.hidden]
@@ -236,20 +236,22 @@ class _Recorder:
             self.instance.renew(tensors_of((result, *hidden)), self.saved, self.watch.outside)
         return result, hidden
 
-    def _stepping(self) -> AbstractContextManager[None]:
+    def _called(self) -> Any:
         if self.step is None or self.setting.backend.runs_live:
-            return nullcontext()
-        return self.step.inside(self.watch)
+            return self.setting.run(self.arguments)
+        with self.step.inside(self.watch):
+            return self.setting.run(self.arguments)
 
     def _compare(self) -> None:
         """Find what only Python did, and refuse what a replay could not repeat."""
         self.compared = True
         self._check_host()
         self._check_arguments()
+        self.known.merge_library(self.watch.executed)
         self.executed.merge(self.known)
         self.executed.merge(self.watch.executed)
         self._check_checkpoints()
-        self.after = Survey(self.roots, self.executed)
+        self.after = self.setting.surveys.after(self.roots, self.executed)
         self.hidden = [self._hidden(change) for change in self.before.changes(self.after)]
 
     def _plan(self, graph: Graph, result: Any, hidden: list[Any]) -> Guard:
@@ -261,7 +263,8 @@ class _Recorder:
         self._plan_outside(graph)
         self._plan_arguments(graph)
         self._plan_results(graph, result, hidden, self.after)
-        return Guard(self.before, outside=graph.kept, written=written, device=self.device)
+        surveys = self.setting.surveys
+        return surveys.guard(self.before, outside=graph.kept, written=written, device=self.device)
 
     def _plan_step(self, graph: Graph, result: Any, hidden: list[Any]) -> None:
         graded = has_gradients((result, hidden), self.inputs.tensors)

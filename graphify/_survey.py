@@ -12,7 +12,9 @@ import weakref
 from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from copy import copy
 from functools import partial
+from itertools import islice
 from operator import length_hint
 from typing import Any
 
@@ -70,21 +72,49 @@ class Survey:
         self.tensor_facts: list[tuple[Tensor, str, TensorFacts]] = []
         self.generators: list[torch.Generator] = []
         self.hooks: list[tuple[Any, int, str]] = []
+        self.registries: list[dict[str, Any]] = []
         self.optimizers: list[tuple[str, Optimizer]] = []
         self.held: list[tuple[Place, Tensor]] = []
         self._seen: dict[int, Any] = {}
         self._keys: dict[int, list[Any]] = {}
         self._outermost: Any = None
         self._queue: deque[tuple[Any, str]] = deque()
+        self.base: Survey | None = None
+        self._base_holds: Callable[[], bool] = bool
         for name, value in roots:
             self._reach(value, name)
         for code, scope in executed.scopes():
             self._add_all(Place(scope, name, "field", name) for name in names_of(code).scope if name in scope)
             for module in names_of(code).imports:
                 self._reach(sys.modules.get(module), module)
+        self._walk_all()
+
+    def _walk_all(self) -> None:
         while self._queue:
             value, name = self._queue.popleft()
             self._walk(value, name)
+
+    def fork(self, holds: Callable[[], bool]) -> Survey:
+        """The same survey to add to; `holds` tells whether all is as this one found it."""
+        made = copy(self)
+        made.places, made._seen, made._keys = dict(self.places), dict(self._seen), dict(self._keys)
+        made.sizes, made.bulk, made.tensor_facts = [*self.sizes], [*self.bulk], [*self.tensor_facts]
+        made.generators, made.hooks, made.held = [*self.generators], [*self.hooks], [*self.held]
+        made.optimizers, made.registries, made._queue = [*self.optimizers], [*self.registries], deque()
+        made.base, made._base_holds = self, holds
+        return made
+
+    def beyond(self, roots: Iterable[tuple[str, Any]]) -> Survey:
+        """This survey, which takes in what can be reached from more roots."""
+        for name, value in roots:
+            self._reach(value, name)
+        self._walk_all()
+        return self
+
+    def added(self) -> list[tuple[Place, Any]]:
+        """The places that the survey below this one does not have, or not so."""
+        below = {} if self.base is None else self.base.places
+        return [held for key, held in self.places.items() if below.get(key) is not held]
 
     def holds(self, value: Any) -> bool:
         """Whether the survey met this very object."""
@@ -92,23 +122,27 @@ class Survey:
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
         """The places that hold tensors, those of an optimizer that are compared as a whole included."""
-        found = ((place, value) for place, value in self.places.values() if isinstance(value, Tensor))
+        found = ((place, value) for place, value in self.places.values() if issubclass(type(value), Tensor))
         return itertools.chain(found, self.held)
 
     def changes(self, after: Survey) -> list[Change]:
         """What happened between this survey and a later one of the same roots."""
         found = []
-        for key, (place, now) in after.places.items():
+        base = self.base if self.base is after.base else None  # which held just now
+        known, bulks, facts_known = _extent(base)
+        for key, (place, now) in islice(after.places.items(), known, None):
             if key in self.places and not same(now, self.places[key][1]):
                 found.append(Change(place, self.places[key][1], now))
             elif key not in self.places and self._was_absent(place):
                 found.append(Change(place, MISSING, now))
-        for key, (place, before) in self.places.items():
+        for key, (place, before) in islice(self.places.items(), known, None):
             if key not in after.places and place.read() is MISSING:
                 found.append(Change(place, before, MISSING))
-        bulk = [b for b in self.bulk if b.read() != b.content]
+        bulk = [b for b in self.bulk[bulks:] if b.read() != b.content]
         found += [Change(Place(b, None, "bulk", b.name), b.content, b.read()) for b in bulk]
-        moved = [(t, name, facts) for t, name, facts in self.tensor_facts if not facts.same_as(t)]
+        moved = [
+            (t, name, facts) for t, name, facts in self.tensor_facts[facts_known:] if not facts.same_as(t)
+        ]
         return found + [Change(Place(t, None, "tensor", name), facts, t) for t, name, facts in moved]
 
     def _was_absent(self, place: Place) -> bool:
@@ -120,20 +154,23 @@ class Survey:
 
     def adopt(self, after: Survey, changed: set[tuple[int, Any]]) -> None:
         """Take over places that only a later survey met, unless they changed."""
-        for key, held in after.places.items():
+        known, _, _ = _extent(self.base if self.base is after.base else None)
+        for key, held in islice(after.places.items(), known, None):
             if key not in changed and id(held[0].container) in self._seen:
                 self.places.setdefault(key, held)
 
     def restore(self) -> None:
         """Put back what the surveyed places held, and the length of the surveyed lists and dicts."""
-        for container, keys, _ in self.sizes:
+        base = self.base if self._base_holds() else None
+        known, bulks, facts_known = _extent(base)
+        for container, keys, _ in self.sizes[0 if base is None else len(base.sizes) :]:
             truncate(container, keys)
-        for bulk in self.bulk:
+        for bulk in self.bulk[bulks:]:
             if bulk.read() != bulk.content:
                 bulk.restore()
-        for tensor, _, facts in self.tensor_facts:
+        for tensor, _, facts in self.tensor_facts[facts_known:]:
             facts.restore(tensor)
-        for place, value in self.places.values():
+        for place, value in islice(self.places.values(), known, None):
             if place.read() is not value:
                 place.write(value)
 
@@ -188,6 +225,7 @@ class Survey:
             held = state[registry]
             self._add_all(Place(held, key, "field", f"{name}.{key}") for key in list(held))
             self._seen[id(held)] = held
+            self.registries.append(held)
         self._size(state["_modules"], name)
         # Hooks of the graphed module itself run around the graph, at every call.
         inside = module is not self._outermost
@@ -356,6 +394,11 @@ class Survey:
             keys = list(container) if isinstance(container, dict) else [None] * len(container)
             self.sizes.append((container, keys, name))
             self._keys[id(container)] = keys
+
+
+def _extent(base: Survey | None) -> tuple[int, int, int]:
+    """How many places, contents and tensors a fork has of its base, before its own."""
+    return (0, 0, 0) if base is None else (len(base.places), len(base.bulk), len(base.tensor_facts))
 
 
 def _user_bases(cls: type) -> Iterator[type]:
