@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ._composite import decomposed, is_composite
 from ._illegal import tensors_in
 from ._layout import family_key, with_bits
 from ._material import memory_of
@@ -82,11 +83,15 @@ class Marks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        tensors = tensors_in((args, kwargs))
+        device_type = tensors[0].device.type if tensors else "cpu"
+        if is_composite(func, device_type):
+            return decomposed(func, args, kwargs, self, device_type)
         written = writes_of(func, args, kwargs) if may_write(func) else []
         mine = [t for t in written if self._wanted(t)]
         if not mine:
             return func(*args, **kwargs)
-        given = [id(t) for t in tensors_in((args, kwargs))]
+        given = [id(t) for t in tensors]
         alone = func.namespace != "c10d" and all(given.count(id(t)) == 1 and _is_plain(t) for t in written)
         with torch.inference_mode(False), below():
             trace = _Trace(func, args, kwargs, written, mine) if alone else None

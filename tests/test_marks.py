@@ -115,3 +115,16 @@ def test_a_custom_operator() -> None:
     seen = [mark.mask.view(4, 2)[:, 0].tolist() for mark in marks.found({}).values()]
     assert seen == [[False, True, True, False], [False, True, False, False]]
     assert values[:, 0].tolist() == [1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_a_part_of_an_operator_writes_is_seen(inference: bool) -> None:
+    """Inference mode hands composite operators over whole; the statistics that BatchNorm moves are marked there too."""
+    norm = torch.nn.BatchNorm1d(4)
+    with torch.inference_mode(inference), torch.no_grad():
+        marks = Marks(lambda tensor: tensor is norm.running_mean)
+        with marks:
+            norm(torch.randn(3, 4))
+
+    (mark,) = marks.found({}).values()
+    assert mark.mask.all()
