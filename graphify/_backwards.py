@@ -210,7 +210,7 @@ class _BackwardRecorder:
         plan_launch(graph, self.setting, self.inputs, own.plan, lent=False)
         graph.deliver = lambda tensors, fresh, values: own.make(tensors, fresh)
         graph.mutated = [(i, t) for i, t in enumerate(statics) if family_key(t) in self.watch.written]
-        graph.kept = list(self.watch.outside.values())
+        graph.kept, graph.mask = list(self.watch.outside.values()), [g is not None for g in self.mask]
         taken = found[at:end]
         copies: dict[tuple[int, ...], _Copies] = {}
         order = ordering(self.setting, graph.memory)

@@ -136,8 +136,9 @@ def graphify(
         max_bytes: Bytes of graph memory kept; the least recently used signatures are dropped beyond. None: no limit.
         verify: How many replays of each graph, from the first after its capture on, are compared with an eager run of
             the same call, which leaves no trace: results, arguments, memory that the function uses, `.grad`, random
-            streams, attributes; of a training pair the forward. A difference is a `VerificationError`, and that call
-            has not happened. Python runs once more per verified call. `GRAPHIFY_VERIFY=n` does it for a whole process.
+            streams, attributes; of a training pair the gradients, too, for made-up ones of its results, laid out as in
+            the backwards recorded so far. A difference is a `VerificationError`, and that call has not happened. Python
+            runs once more per verified call. `GRAPHIFY_VERIFY=n` does it for a whole process.
         pool: A `GraphPool` shared by wrappers that never replay at the same time.
         backend: "auto" (graphs on CUDA, plain calls on a CPU), "cuda", "tape" (emulates graphs on a CPU),
             "eager" (the whole path with the function itself as the recording).

@@ -14,7 +14,7 @@ from ._flats import Flats
 from ._inputs import StaticInputs
 from ._places import Place
 from ._pool import GraphPool
-from ._results import Attach, ResultPlan, lending
+from ._results import Attach, Primary, ResultPlan, lending
 from ._signature import TensorSpec
 from ._standing import Surveys
 from ._tree import Tree
@@ -143,6 +143,10 @@ class Graph:
         self.conflicts: frozenset[int] = frozenset()
         self.paths: Sequence[str] = ()
         """Names of the tensors that it is called with."""
+        self.primaries: Sequence[Primary] = ()
+        """The results that gradients come back to."""
+        self.mask: Sequence[bool] = ()
+        """Of a backward: which of these have a gradient."""
         self.kept: list[Tensor] = []
         self.bumped: list[Tensor] = []
         self.instance: Instance | None = None

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._autograd import unhooked
 from ._cuts import Learner, teach
+from ._gradients import gradients
 from ._graph import Call
 from ._layout import family_key
 from ._lessons import Lessons, large_writes
@@ -377,8 +377,6 @@ class _Prover:
     ) -> dict[str, Tensor]:
         """Gradients of a weighted sum of the live results."""
         graded = [r for r in live if r.requires_grad] if torch.is_grad_enabled() else []
-        if not graded:
-            return {}
         found: dict[str, tuple[int, Tensor]] = {}
         for leaf, (path, tensor) in enumerate(zip(call.tree.tensor_paths, call.tensors, strict=True)):
             if tensor.requires_grad:
@@ -386,19 +384,12 @@ class _Prover:
         for key, tensor in outside.items():
             if tensor.requires_grad:
                 found[names.get(key, f"a tensor {tuple(tensor.shape)} from outside")] = (-1, tensor)
-        wanted, incoming = [t for _, t in found.values()], [weights(r) for r in graded]
-        try:
-            with unhooked(wanted):
-                grads: Sequence[Tensor | None] = torch.autograd.grad(
-                    graded, wanted, incoming, allow_unused=True
-                )
-        except RuntimeError as error:
-            if self.lessons.setting.backend.is_oom(error):
-                raise
-            return {}  # a backward that raises has no gradients to compare, and eager's raises when it comes
+        wanted = {name: tensor for name, (_, tensor) in found.items()}
+        incoming, is_oom = [weights(r) for r in graded], self.lessons.setting.backend.is_oom
+        made = gradients(graded, incoming, wanted, is_oom) or {}
         return {
-            f"the gradient of {name}": self.fit.lives(leaf, g).clone()
-            for (name, (leaf, _)), g in zip(found.items(), grads, strict=True)
+            f"the gradient of {name}": self.fit.lives(found[name][0], g).clone()
+            for name, g in made.items()
             if g is not None
         }
 

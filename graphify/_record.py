@@ -433,6 +433,7 @@ class _Recorder:
         self.instance = Instance(self.setting, graph, self.device, self.patterns)
         self.instance.drew = self.watch.drew
         self.instance.plan(plan.primaries, wants, statics)
+        graph.primaries = plan.primaries
         self.instance.renew(plan.results, self.saved, outside)
         graph.instance, graph.kept = self.instance, once([*graph.kept, *wants.leaves, *wants.others])
         self.instance.reads(once([*graph.kept, *(t for _, t in self.before.tensors())]))

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ._code import Executed
+from ._gradients import gradients
 from ._graph import Call, Graph, Setting
 from ._layout import family_key
+from ._material import weights
 from ._nearness import unlike
 from ._optimizers import steps
 from ._options import disabled
@@ -32,6 +34,11 @@ _KEEP = (
 )
 
 
+_GRADIENT = "the gradient of "
+_IN_BACKWARD = (
+    "Python takes part in the backward (a hook, or a Function's own), and ran when that was recorded",
+    "keep what it reads in a tensor, or make the call inside `with graphify.disabled():`",
+)
 _UNORDERED = (
     "two replays differ: some of the work is in no order, such as a kernel on another stream",
     "make the other stream wait, and join it before the end (`wait_stream`)",
@@ -58,6 +65,10 @@ class _Call(Call):
     lent = False
 
 
+Backward = dict[str, Tensor | None]
+"""What one backward gave, by what it is the gradient of."""
+
+
 class _Left(NamedTuple):
     """What one run left, copied before anything else could write there."""
 
@@ -68,6 +79,8 @@ class _Left(NamedTuple):
     memory: dict[str, Tensor]
     python: dict[str, Any]
     grads: dict[str, Tensor | None]
+    backward: list[Backward | None]
+    """For each recorded backward."""
     streams: Any
     drawn: list[str]
 
@@ -75,7 +88,9 @@ class _Left(NamedTuple):
         """Every tensor that was copied for it."""
         yield from self.results
         yield from self.memory.values()
-        yield from (t for t in (*self.python.values(), *self.grads.values()) if isinstance(t, Tensor))
+        passed = (grad for found in self.backward if found is not None for grad in found.values())
+        others = (*self.python.values(), *self.grads.values(), *passed)
+        yield from (t for t in others if isinstance(t, Tensor))
 
 
 class _Kept(NamedTuple):
@@ -174,6 +189,7 @@ class Verifier:
             with watching(watch, backend.listen), steps():
                 result = self.setting.run(call.values)
             left = self._taken(result, graph, call, survey, host, watch)
+            left = left._replace(backward=self._backward(result, graph, call, survey, watch))
         backend.hand_over(left.copies())
         return left, watch
 
@@ -185,10 +201,40 @@ class Verifier:
             before.log.before_write(tensor)
         try:
             result = Graph.__call__(graph, call.tensors, call.values)
-            return result, self._taken(result, graph, call, survey, host, watch), before
+            left = self._taken(result, graph, call, survey, host, watch)
+            return result, left._replace(backward=self._replayed_backward(result, graph, call, watch)), before
         except BaseException:
             before.undo()
             raise
+
+    def _backward(
+        self, result: Any, graph: Graph, call: _Call, survey: Survey, watch: Watch
+    ) -> list[Backward | None]:
+        """The gradients of arguments and of what the eager run read, for made-up ones like those met so far."""
+        wanted = {_ARGUMENT + f"`{p}`": t for p, t in zip(call.tree.tensor_paths, call.tensors, strict=True)}
+        names = {id(t): f"`{place.name}`" for place, t in survey.tensors()}
+        for tensor in watch.outside.values():
+            wanted.setdefault(names.get(id(tensor), f"a tensor {tuple(tensor.shape)} from outside"), tensor)
+        needing = {name: t for name, t in wanted.items() if t.requires_grad}
+        results, left = _read(result)[2], list[Backward | None]()
+        # On this thread, which has the pool's lock.
+        with torch.autograd.set_multithreading_enabled(False):
+            for backward in graph.backwards():
+                carriers, incoming, found = _carriers(graph, backward, results), _incoming(backward), None
+                if carriers is not None and incoming is not None:
+                    found = gradients(carriers, incoming, needing, self.setting.backend.is_oom)
+                left.append(found and {name: None if g is None else _copy(g) for name, g in found.items()})
+        return left
+
+    def _replayed_backward(
+        self, result: Any, graph: Graph, call: _Call, watch: Watch
+    ) -> list[Backward | None]:
+        """Those of a replay, whose backward has a trial of its own: the caller's is still to come."""
+        survey, backend = self._survey(call), self.setting.backend
+        with trial(backend, self.device, survey, [*self.generators.values()]) as log:
+            for tensor in [*self._in_reach(graph, call, survey, watch).values(), *_written(watch)]:
+                log.before_write(tensor)
+            return self._backward(result, graph, call, survey, watch)
 
     def _survey(self, call: Call) -> Survey:
         return Survey([*self.setting.roots(call), ("arguments", list(call.values))], self.executed)
@@ -234,6 +280,7 @@ class Verifier:
             {name: _copy(_whole(t)) for name, t in memory.items()},
             {name: _copy(value) if isinstance(value, Tensor) else value for name, value in python.items()},
             {name: None if t.grad is None else _copy(t.grad) for name, t in leaves.items()},
+            [],
             self.setting.backend.rng_state([*self.generators.values()]),
             host.drawn(),
         )
@@ -247,7 +294,8 @@ class Verifier:
         near = steady or self._difference(expected, again, rounding=True) is None
         if not steady and near and self._difference(expected, found, rounding=True) is None:
             return self._replayed(graph, call, watch)[0]
-        why, fix = self._cause(near=near) or self._cause_of_work(graph, call, found, watch)
+        passed = _IN_BACKWARD if what.startswith(_GRADIENT) else None
+        why, fix = self._cause(near=near) or passed or self._cause_of_work(graph, call, found, watch)
         raise VerificationError(f"`{self.setting.name}`: {what}", why=why, fix=fix)
 
     def _cause(self, *, near: bool) -> tuple[str, str] | None:
@@ -276,9 +324,9 @@ class Verifier:
                     {n: t for n, t in memory.items() if n.startswith(_ARGUMENT)} for memory in memories
                 ]
             what = _unlike_all(*memories, rounding=rounding)
-        return (
-            what if what is not None or not self.state else _unlike_state(expected, found, rounding=rounding)
-        )
+        if what is None and self.state:
+            what = _unlike_state(expected, found, rounding=rounding)
+        return what if what is not None else _unlike_backward(expected, found, rounding=rounding)
 
     def _changed(self) -> Iterator[_Kept]:
         for place, before in self._places:
@@ -329,6 +377,30 @@ def _whole(tensor: Tensor) -> Tensor:
         return flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
 
 
+def _carriers(graph: Graph, backward: Graph, results: Sequence[Tensor]) -> list[Tensor] | None:
+    """The results whose gradients this backward takes; None where a run has none of the kind."""
+    met = [p for p, given in zip(graph.primaries, backward.mask, strict=True) if given]
+    there = all(p.leaf < len(results) and not (p.is_base and results[p.leaf]._base is None) for p in met)
+    found = [p.of(results) for p in met] if there else []
+    return found if there and all(t.requires_grad for t in found) else None
+
+
+def _incoming(backward: Graph) -> list[Tensor] | None:
+    """Made-up gradients, laid out as those that it was recorded for; None where these share memory."""
+    made = []
+    statics = backward.inputs.tensors
+    if len({family_key(t) for t in statics}) < len(statics):
+        return None
+    for static in statics:
+        if static.is_conj() or static.is_neg():
+            return None
+        repeated = [n > 1 and stride == 0 for n, stride in zip(static.shape, static.stride(), strict=True)]
+        size = [1 if again else n for again, n in zip(repeated, static.shape, strict=True)]
+        one = torch.empty_strided(size, static.stride(), dtype=static.dtype, device=static.device)
+        made.append(one.copy_(weights(one)).expand(static.shape))
+    return made
+
+
 # -- comparing
 
 
@@ -338,6 +410,15 @@ def _unlike_state(expected: _Left, found: _Left, *, rounding: bool) -> str | Non
         or _unlike_all(expected.grads, found.grads, rounding=rounding)
         or _unlike_streams(expected, found)
     )
+
+
+def _unlike_backward(expected: _Left, found: _Left, *, rounding: bool) -> str | None:
+    for one, other in zip(expected.backward, found.backward, strict=False):
+        if one is not None and other is not None:
+            what = _unlike_all(one, other, rounding=rounding)
+            if what is not None:
+                return f"{_GRADIENT}{what}"
+    return None
 
 
 def _unlike_results(expected: _Left, found: _Left, *, rounding: bool) -> str | None:

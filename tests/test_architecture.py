@@ -88,7 +88,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     ),
     5: (
         *("_ahead", "_entries", "_habits", "_lessons", "_life", "_numbers", "_plain", "_proofs"),
-        *("_recorder", "_rehearsal", "_sizes", "_untried", "_verify"),
+        *("_gradients", "_recorder", "_rehearsal", "_sizes", "_untried", "_verify"),
     ),
     6: ("_check", "_decorate", "_method", "_module", "_wrapper"),
     7: (
@@ -159,9 +159,10 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_rehearsal": ("_recorder",),
     "_life": ("_entries", "_habits", "_lessons", "_plain", "_recorder"),
     "_ahead": ("_entries", "_life", "_rehearsal", "_sizes"),
-    "_proofs": ("_lessons",),
+    "_proofs": ("_gradients", "_lessons"),
     "_sizes": ("_life", "_proofs", "_rehearsal", "_untried"),
     "_untried": ("_life",),
+    "_verify": ("_gradients",),
     "_check": ("_method", "_module"),
     "_method": ("_wrapper",),
     "_module": ("_method", "_wrapper"),

@@ -74,7 +74,7 @@ def test_verified_replays_leave_the_path(backend, device):
 
 
 def test_training_pairs_are_verified(backend, device):
-    """The forward of a training pair is compared; gradients are those of eager, each backward runs once."""
+    """Forward and backward of a training pair are compared; gradients are those of eager, each backward runs once."""
     net = nn.Linear(4, 2).to(device)
     twin, graphed = nn.Linear(4, 2).to(device), graphify(net, backend=backend, verify=3)
     twin.load_state_dict(net.state_dict())
@@ -83,6 +83,115 @@ def test_training_pairs_are_verified(backend, device):
         graphed(x.to(device)).square().sum().backward()
         equal(twin.weight.grad, net.weight.grad)
     assert counts(graphed)[4] == 0
+
+
+class Doubles(torch.autograd.Function):
+    """Its backward counts itself, on the device, and multiplies by what only Python holds."""
+
+    factor: Callable[[], float]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: Tensor) -> Tensor:
+        ctx.total = total
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.total.add_(1)
+        return grad * Doubles.factor(), None
+
+
+class Trains(nn.Module):
+    """Several results, views of one among them, dropout, and a backward that writes memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.register_buffer("total", torch.zeros(()))
+        self.seen: list[str] = []
+        note = self.seen.append
+        self.first.weight.register_hook(lambda grad: note("tensor") or grad * 2)
+        self.second.weight.register_post_accumulate_grad_hook(lambda weight: note("accumulated"))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = nn.functional.dropout(self.first(x), 0.5)
+        low, high = hidden.chunk(2)
+        return low, high, Doubles.apply(self.second(hidden), self.total)
+
+
+@pytest.mark.parametrize("loss", ["all", "some", "in turn"])
+def test_a_verified_backward_leaves_no_trace(backend, device, loss):
+    """Hooks run, `.grad` adds up, a backward writes and random streams move as without, whatever is differentiated."""
+    Doubles.factor = staticmethod(lambda: 2.0)
+
+    def run(**options: Any) -> list[Any]:
+        torch.manual_seed(5)
+        net = Trains().to(device)
+        graphed = graphify(net, backend=backend, **options) if options else net
+        left: list[Any] = []
+        for x in rows(4, 4, count=7):
+            x = x.to(device).requires_grad_()
+            x.retain_grad()
+            low, high, out = graphed(x)
+            if loss == "in turn":
+                low.sum().backward(retain_graph=True)
+                (high.square().sum() + out.sum()).backward()
+            else:
+                ((low * 2).sum() + out.square().sum() * (loss == "all")).backward()
+            left += [low.detach(), out.detach(), x.grad, net.total.clone(), list(net.seen)]
+            left += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        assert not options or counts(graphed)[4] == 0
+        return [*left, torch.rand(3, device=device)]
+
+    for mine, theirs in zip(run(), run(verify=4), strict=True):
+        equal(mine, theirs)
+
+
+def test_several_forwards_before_the_backwards_are_verified(backend, device):
+    """Instances that wait for their backwards are compared one by one, and keep what they hold."""
+    net = nn.Linear(4, 2).to(device)
+    graphed = graphify(net, backend=backend, verify=3)
+    for _ in range(4):
+        xs = [t.to(device).requires_grad_() for t in rows(3, 4, count=3)]
+        ys = [graphed(x) for x in xs]
+        for x, y in zip(reversed(xs), reversed(ys), strict=True):
+            (grad,) = torch.autograd.grad(y.square().sum(), x)
+            (want,) = torch.autograd.grad(net(x).square().sum(), x)
+            equal(want, grad)
+    assert counts(graphed)[4] == 0
+
+
+@pytest.mark.parametrize("kind", ["argument", "parameter"])
+@pytest.mark.parametrize("loss", ["sum", "square"])
+def test_a_gradient_that_is_not_eagers_is_found(kind, loss):
+    """A backward that Python takes part in, and that a recording repeats, is an error that names the gradient."""
+    settings = Settings()
+    get = operator.attrgetter("scale")
+    Doubles.factor = staticmethod(lambda: get(settings))
+    net, total = nn.Linear(4, 2, bias=False), torch.zeros(())
+    graphed = graphify(lambda x: Doubles.apply(net(x), total), backend="tape", verify=9)
+
+    def step() -> None:
+        y = graphed(torch.randn(3, 4, requires_grad=kind == "argument"))
+        (y if loss == "sum" else y.square()).sum().backward()
+
+    for _ in range(4):
+        step()
+    settings.scale = 3.0
+    held, before = net.weight.grad.clone(), total.clone()
+    for errors in (1, 2):
+        with pytest.raises(VerificationError) as raised:
+            step()
+        name = "argument `x`" if kind == "argument" else "`net.weight`"
+        assert f"the gradient of {name}: smallest difference at" in str(raised.value)
+        assert "Python takes part in the backward" in raised.value.why
+        assert raised.value.fix
+        assert counts(graphed) == (1, 1, 2, 0, errors)
+    equal(held, net.weight.grad)
+    equal(before, total)
+    settings.scale = 2.0
+    step()
+    assert counts(graphed) == (1, 1, 3, 0, 2)
 
 
 def test_whole_steps_are_verified(backend, device):
