@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._axes import Axes
 from ._layout import is_dense
-from ._specification import longest, root_of, same_path
+from ._specification import longest, path_of, same_path
 
 __all__ = ["Fill", "Fills", "Fit", "Pad", "dense_strides"]
 
@@ -35,27 +35,14 @@ class Fills:
         self._all = 0 if pad is None or isinstance(pad, Mapping) else _checked("pad", pad)
         if isinstance(pad, Mapping):
             for key, fill in pad.items():
-                self._each[_path(key, names, stars)] = _checked(f"pad[{key!r}]", fill)
+                path = same_path(path_of("pad", key, names, stars, _FORM))
+                self._each[path] = _checked(f"pad[{key!r}]", fill)
         self.explicit = pad is not None and not isinstance(pad, Mapping)
 
     def of(self, path: str) -> tuple[Any, bool]:
         """The fill of a leaf, by the longest path that leads to it, and whether the user chose it."""
         found = longest(self._each, path)
         return (self._all, self.explicit) if found is None else (self._each[found], True)
-
-
-def _path(key: object, names: Sequence[str], stars: str | None) -> str:
-    known = ", ".join(names) or "none"
-    if not isinstance(key, str):
-        raise TypeError(f"pad: keys must be names of arguments ({known}), not {key!r}. Write {_FORM}.")
-    root = root_of(key)
-    if root not in names:
-        if stars is None:
-            raise ValueError(
-                f"pad: there is no argument `{root}`; the arguments are: {known}. Write {_FORM}."
-            )
-        key = f"{stars}[{root!r}]{key[len(root) :]}"
-    return same_path(key)
 
 
 def _checked(what: str, fill: object) -> Any:

@@ -12,7 +12,7 @@ from ._axes import Axes, Dims, text_of
 from .buckets import Bucket, unnamed
 from .errors import InputError
 
-__all__ = ["Specification", "longest", "root_of", "same_path", "specification"]
+__all__ = ["Specification", "longest", "path_of", "root_of", "same_path", "specification"]
 
 _FORM = '{"x": {0: Bucket("batch", [1, 2, 4, 8])}}'
 _DIMS = "a mapping from dimensions to Buckets such as {0: [1, 2, 4, 8]}"
@@ -91,6 +91,29 @@ def same_path(path: str) -> str:
         return path
 
 
+def path_of(option: str, key: object, names: Sequence[str], stars: str | None, form: str) -> str:
+    """The path of the argument, or of the part of one, that a key of an option names.
+
+    Raises:
+        TypeError, ValueError: it names none, and the right form.
+    """
+    known = ", ".join(names) or "none"
+    if not isinstance(key, str):
+        raise TypeError(f"{option}: keys must be names of arguments ({known}), not {key!r}. Write {form}.")
+    if not _PATH.fullmatch(key):
+        raise ValueError(
+            f'{option}: {key!r} is no argument or part of one. Write "x", "x[0]" or "x[\'ids\']".'
+        )
+    root = root_of(key)
+    if root in names:
+        return key
+    if stars is None:
+        raise ValueError(
+            f"{option}: there is no argument `{root}`; the arguments are: {known}. Write one of them, as in {form}."
+        )
+    return f"{stars}[{root!r}]{key[len(root) :]}"
+
+
 def _counted_from_zero(path: str, rank: int, wanted: Dims) -> Dims:
     found: dict[int, Bucket] = {}
     for dim, bucket in wanted.items():
@@ -154,34 +177,16 @@ class _Reader:
 
     def table(self, option: Mapping[Any, Any]) -> Mapping[str, Dims]:
         for key, value in option.items():
-            self._read(self._path(key), value)
+            path = path_of("buckets", key, self._names, self._stars, _FORM)
+            if root_of(key) in self._static:
+                raise ValueError(
+                    f"buckets: `{root_of(key)}` is one of `static_args`, which are never padded. Take it out of one of"
+                    " them."
+                )
+            self._read(path, value)
         if not any(self._table.values()):
             raise ValueError(f"buckets={option!r} names no dimension. Write buckets=None or buckets={_FORM}.")
         return self._table
-
-    def _path(self, key: object) -> str:
-        known = ", ".join(self._names) or "none"
-        if not isinstance(key, str):
-            raise TypeError(
-                f"buckets: keys must be names of arguments ({known}), not {key!r}. Write {_FORM}."
-            )
-        if not _PATH.fullmatch(key):
-            raise ValueError(
-                f'buckets: {key!r} is no argument or part of one. Write "x", "x[0]" or "x[\'ids\']".'
-            )
-        root = root_of(key)
-        if root in self._static:
-            raise ValueError(
-                f"buckets: `{root}` is one of `static_args`, which are never padded. Take it out of one of them."
-            )
-        if root in self._names:
-            return key
-        if self._stars is not None:
-            return f"{self._stars}[{root!r}]{key[len(root) :]}"
-        raise ValueError(
-            f"buckets: there is no argument `{root}`; the arguments are: {known}."
-            f' Write one of them, such as {{"{self._names[0] if self._names else "x"}": {{0: ...}}}}.'
-        )
 
     def _read(self, path: str, value: object) -> None:
         """Dimensions of a path, or, as torch.export nests them, those of the items of a dict, a list or a tuple."""

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from graphify._axes import Axes
+from graphify._padding import Fills
 from graphify._signature import specs_of
 from graphify._specification import Specification, specification
 from graphify._tree import tree_of
@@ -365,6 +366,35 @@ class TestSpecification:
         """At decoration, by the name of the option and the argument, with the right form."""
         with pytest.raises(error, match=words):
             specification(option, NAMES)
+
+    @pytest.mark.parametrize(
+        ("option", "error", "words"),
+        [
+            (
+                {0: -1},
+                TypeError,
+                r"pad: keys must be names of arguments \(x, mask, batch\), not 0. Write pad=",
+            ),
+            (
+                {"y": -1},
+                ValueError,
+                r"pad: there is no argument `y`; the arguments are: x, mask, batch. Write one",
+            ),
+            ({"x[": -1}, ValueError, r"pad: 'x\[' is no argument or part of one"),
+            ({"x": "a"}, TypeError, r"pad\['x'\]"),
+        ],
+    )
+    def test_bad_fills_are_refused(self, option: Any, error: type[Exception], words: str) -> None:
+        """The option `pad` names arguments as `buckets` does, and is refused in the same words."""
+        with pytest.raises(error, match=words):
+            Fills(option, NAMES)
+
+    def test_fills_by_path(self) -> None:
+        """A part of an argument may have its own, however it is written; other keywords are those of `**kwargs`."""
+        fills = Fills({"x": 1, 'batch["ids"]': 2, "more": 3}, (*NAMES, "rest"), stars="rest")
+
+        found = [fills.of(path) for path in ("x[0]", "batch['ids']", "batch['mask']", "rest['more']", "mask")]
+        assert found == [(1, True), (2, True), (0, False), (3, True), (0, False)]
 
     def test_static_arguments_are_not_padded(self) -> None:
         """An argument is padded or taken by reference."""
