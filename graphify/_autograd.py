@@ -22,7 +22,7 @@ from ._pulled import Pulled, fitted
 from ._results import Primary
 from ._saved import Saved
 from ._turns import Found, Turn
-from .errors import CaptureError, alone
+from .errors import CaptureError, again, alone
 
 __all__ = ["Instance", "Patterns"]
 
@@ -208,7 +208,7 @@ class Instance:
         except CaptureError as error:
             refused = alone(error)
         if self.drew and self.setting.backend.nodes_have_streams:
-            raise refused  # a random operator's backward looks on the device for what a live one has on the host
+            raise again(refused)  # a random operator's backward looks on the device for what a live one has on the host
         self.patterns.refuse(refused)
         return None
 
@@ -232,14 +232,14 @@ class Instance:
             return self._first(key, part, grads, given)
         error = known.in_the_way(turn.versions, self.name)
         if error is not None:
-            raise error
+            raise again(error)
         return known
 
     def _first(self, key: Any, part: Part | None, grads: Grads, given: tuple[Tensor, ...]) -> Known:
         """Record the backward for a new pattern of incoming gradients."""
         patterns = self.patterns
         if key in patterns.refused:
-            raise patterns.refused[key]
+            raise again(patterns.refused[key])
         try:
             backward = self._recorded(grads, given, key[1], part)
         except CaptureError as error:

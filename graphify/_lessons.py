@@ -27,7 +27,7 @@ from ._tree import tensors_of
 from ._trial import Snapshot, is_large
 from ._verdicts import given_history, host_reads, replaced_argument
 from ._watch import Watch, watching
-from .errors import CaptureError
+from .errors import CaptureError, again
 
 __all__ = ["Lessons", "large_writes"]
 
@@ -77,7 +77,7 @@ class Lessons:
                 # The run is undone, and what it made is no part of the signature that is refused.
                 survey = Survey(self.setting.roots(call), self.executed)
                 entry.trust(Guard(survey, outside=(), written=set(), device=watch.device))
-                raise entry.refusal.error
+                raise again(entry.refusal.error)
         self.plain.counts["warmups"] += 1
         self.plain.note_beside()
         return result

@@ -16,7 +16,7 @@ from ._entry import Entry, Refusal
 from ._gate import Gate
 from ._graph import Call, Setting
 from ._signature import Signature, explain, likeness
-from .errors import CaptureError, GraphifyWarning
+from .errors import CaptureError, GraphifyWarning, again
 
 __all__ = ["Plain"]
 
@@ -55,7 +55,7 @@ class Plain:
     def refuse(self, refused: Refusal, call: Call) -> Any:
         """Make the result of a call that is not captured, or raise why it cannot be."""
         if refused.error is not None and self.fallback == "raise":
-            raise refused.error.with_traceback(None)
+            raise again(refused.error)
         self.say_refused(refused)
         return self.run(refused.reason, call)
 
@@ -69,7 +69,7 @@ class Plain:
     def refuse_backward(self, error: CaptureError) -> None:
         """A backward that cannot be recorded: raised, or said once and run live from then on."""
         if self.fallback == "raise":
-            raise error.with_traceback(None)
+            raise again(error)
         self.say("backward", f"runs its backward eagerly from now on: {error}")
 
     def missed(self, entry: Entry, call: Call, ready: Iterable[Entry]) -> Any:

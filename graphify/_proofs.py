@@ -31,7 +31,7 @@ from ._trial import is_large, trial
 from ._trust import Proof, padding_error, remedy, trusted, untried
 from ._undo import TooLargeError, UndoLog
 from ._watch import Watch, watching
-from .errors import PaddingError, alone
+from .errors import PaddingError, again, alone
 
 __all__ = ["prove"]
 
@@ -166,7 +166,7 @@ class _Prover:
         """Raise for what the latest run did that no graph can hold."""
         found = None if self.watch is None else self.lessons.offence(self.watch, ())
         if found is not None:
-            raise found
+            raise again(found)
 
     def say_trusted(self) -> None:
         """Say what the latest run was about to write, so that nothing could be compared."""

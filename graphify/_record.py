@@ -41,7 +41,7 @@ from ._verdicts import (
 from ._watch import Watch, watching
 from ._whole_step import WholeStep, hooks_on
 from .backends.base import Recording
-from .errors import CaptureError
+from .errors import CaptureError, again
 
 __all__ = ["NeedsGradError", "Recorded", "has_gradients", "record"]
 
@@ -274,7 +274,7 @@ class _Recorder:
             return
         refused = refused_arguments(zip(self.call.tree.tensor_paths, self.inputs.tensors, strict=True))
         if refused is not None:
-            raise refused
+            raise again(refused)
         results = tensors_of((result, *hidden))
         used = self.step.plan(self.watch, results, everything=self.executed.everything)
         if graded and used:
@@ -292,7 +292,7 @@ class _Recorder:
             return
         refused = keeps_random_state(self.setting.name, self.watch)
         if refused is not None:
-            raise refused
+            raise again(refused)
 
     def _check_arguments(self) -> None:
         tree, statics = self.call.tree, self.inputs.tensors
@@ -317,7 +317,7 @@ class _Recorder:
         """A change that can be repeated at each call: a field that is only written."""
         refused = side_effect(self.setting.name, change, self.executed, self.before.optimizers)
         if refused is not None:
-            raise refused
+            raise again(refused)
         return change
 
     def _plan_outside(self, graph: Graph) -> None:
@@ -407,7 +407,7 @@ class _Recorder:
         ]
         for refused in (*made, *read):
             if refused is not None:
-                raise refused
+                raise again(refused)
 
     def _let_go(self, graph: Graph, results: Sequence[Tensor]) -> Sequence[Tensor]:
         """Buckets copy or lend their results before another one replays: they may lie on one memory."""

@@ -16,7 +16,7 @@ from ._optimizers import steps
 from ._places import Place
 from ._survey import Survey
 from ._watch import Watch
-from .errors import CaptureError
+from .errors import CaptureError, again
 
 __all__ = ["WholeStep", "hooks_on"]
 
@@ -63,7 +63,7 @@ class WholeStep:
         """
         refused = self._lifted.refused_results(results) or self._unknown(watch)
         if refused is not None:
-            raise refused
+            raise again(refused)
         touched: Collection[int] | None = None if everything else watch.outside.keys() | watch.written
         self._plan = self._grads.plan(touched, watch.given)
         return self._plan.matters

@@ -23,6 +23,7 @@ __all__ = [
     "PaddingError",
     "StaleOutputError",
     "VerificationError",
+    "again",
     "alone",
 ]
 
@@ -80,6 +81,15 @@ def alone(error: E) -> E:
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
     return error
+
+
+def again(error: E) -> E:
+    """An equal error to raise, where this one stays in a variable or is kept: what is raised must be held by no frame."""
+    made = type(error).__new__(type(error), *error.args)
+    made.__dict__.update(error.__dict__)
+    made.__cause__, made.__context__ = error.__cause__, error.__context__
+    made.__suppress_context__ = error.__suppress_context__
+    return made
 
 
 def _taught(what: str, **lines: str | None) -> str:

@@ -371,6 +371,26 @@ def length_faults(texts: Sources, *, longest: int = 50, p90: int = 25) -> list[s
     return faults + ([f"p90 of all functions: {tenth:.0f} lines"] if tenth > p90 else [])
 
 
+def held_raises(node: ast.AST, caught: frozenset[str] = frozenset()) -> Iterator[str]:
+    """What is raised out of a variable or a container, a handler's own variable left out: that goes away in time."""
+    for child in ast.iter_child_nodes(node):
+        known = caught
+        if isinstance(child, ast.ExceptHandler) and child.name:
+            known = caught | {child.name}
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            known = frozenset()
+        elif isinstance(child, ast.Raise) and child.exc is not None:
+            name = child.exc.id if isinstance(child.exc, ast.Name) else ""
+            kept = isinstance(child.exc, ast.Attribute | ast.Subscript) or name[:1].islower()
+            if kept and name not in known:
+                yield f"{child.lineno}: {ast.unparse(child)}"
+        yield from held_raises(child, known)
+
+
+def raise_faults(texts: Sources) -> list[str]:
+    return [f"{module}:{fault}" for module, text in texts.items() for fault in held_raises(ast.parse(text))]
+
+
 # Character classes keep these patterns from finding themselves.
 FOREIGN = {
     "an absolute local path": r"(?<![\w.:/])/(?:wor[k]|roo[t]|hom[e]|User[s]|mn[t]|tm[p]|op[t])/\w",
@@ -472,6 +492,11 @@ def test_only_the_cuda_backend_names_torch_cuda() -> None:
 def test_each_private_torch_name_lives_in_one_file() -> None:
     """When torch renames something private, one file changes."""
     assert private_faults(sources()) == []
+
+
+def test_no_frame_holds_what_it_raises() -> None:
+    """An error and a frame that holds it are a cycle, in which all that a run made would stay: `errors.again`."""
+    assert raise_faults(sources()) == []
 
 
 def test_functions_are_short() -> None:
@@ -620,6 +645,22 @@ class TestTheChecksCanFail:
         assert length_faults({"a": long}) == ["a.f: 52 lines"]
         assert length_faults({"a": middling}) == ["p90 of all functions: 31 lines"]
         assert length_faults({"a": told}) == []
+
+    @pytest.mark.parametrize(
+        ("raised", "found"),
+        [
+            ("e = E()\n    raise e", True),
+            ("raise self.error", True),
+            ("raise errors[0]", True),
+            ("try: f()\n    except E as e: raise e", False),
+            ("raise", False),
+            ("raise E", False),
+            ("raise again(e)", False),
+        ],
+    )
+    def test_raises(self, raised: str, found: bool) -> None:
+        """What stays in a variable or is kept is found."""
+        assert bool(raise_faults({"a": f"def f():\n    {raised}"})) == found
 
     def test_words(self) -> None:
         """A local path and such words are found; a fixture's scope and relative paths are not."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..errors import again
 from ._cuda_driver import private_stream
 
 __all__ = ["capture", "own_workspaces", "stream_of"]
@@ -57,7 +58,7 @@ def capture(graph: torch.cuda.CUDAGraph, run: Callable[[], T], device: torch.dev
     broken = _end(graph, device, handle)
     if broken is not None:
         _heal(device)
-        raise broken
+        raise again(broken)
     return result
 
 
