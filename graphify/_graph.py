@@ -90,11 +90,14 @@ class Setting:
     surveys: Surveys = field(default_factory=Surveys)
     lent: set[str] = field(default_factory=set)
     """Arguments whose static input a user writes in place."""
+    result: Tree | None = None
+    """The structure of the latest result that was recorded: most are alike, and one has its code."""
     optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
     """Those that stepped in a run although no name leads to them."""
 
     def run(self, values: tuple[Any, ...]) -> Any:
         """Call the target with one value per parameter."""
+        self.surveys.ran()
         return self.spread(self.target, values)
 
     def roots(self, call: Call) -> list[tuple[str, Any]]:

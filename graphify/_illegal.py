@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["HOST", "READ", "Offence", "foreign", "is_suspect", "offence", "tensors_in"]
+__all__ = ["HOST", "PLAIN", "READ", "Offence", "foreign", "is_suspect", "offence", "tensors_in"]
 
 aten = torch.ops.aten
 
@@ -20,8 +20,9 @@ READ = "a graph replays device work only; the host cannot read a value in the mi
 SHAPE = "the size of the result depends on values, and a graph has fixed sizes"
 HOST = "a replay repeats the copy from a host address that is gone, so the device would read garbage"
 
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
-_PLAIN |= {torch.memory_format}
+PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
+PLAIN |= {torch.memory_format}
+"""Kinds of arguments of operators that neither are nor hold tensors."""
 
 
 class Offence(NamedTuple):
@@ -45,7 +46,7 @@ def tensors_in(value: Any) -> Sequence[Tensor]:
         kind = type(item)
         if kind is Tensor:
             found.append(item)
-        elif kind in _PLAIN:  # a cheap test: `isinstance` of what is no tensor asks Tensor's metaclass
+        elif kind in PLAIN:  # a cheap test: `isinstance` of what is no tensor asks Tensor's metaclass
             continue
         elif issubclass(kind, (list, tuple, dict)):
             found += tensors_in(item)

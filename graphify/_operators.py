@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ._composite import is_composite
 from ._illegal import is_suspect
 from ._undo import may_write
 
-__all__ = ["Operator"]
+__all__ = ["Operator", "operator_of"]
 
 aten = torch.ops.aten
 _OVERLOAD = type(aten.add.Tensor)
@@ -33,6 +34,7 @@ class Operator:
         "draws",
         "func",
         "generator",
+        "odd",
         "restrides",
         "seeds",
         "suspect",
@@ -49,6 +51,7 @@ class Operator:
         self.born = func in _BORN
         self.seeds = func is aten.random_.default
         self.generator = _takes_generator(func)
+        self.odd = self.suspect or self.generator or self.born or self.restrides
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self._dropout = self._place_of("dropout_p") if self.draws else None
 
@@ -63,6 +66,9 @@ class Operator:
         place, argument = self._dropout
         given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
         return bool(given)
+
+
+operator_of = cache(Operator)
 
 
 def _takes_generator(func: Any) -> bool:

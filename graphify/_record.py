@@ -371,7 +371,7 @@ class _Recorder:
     def _plan_results(self, graph: Graph, result: Any, hidden: list[Any], after: Survey) -> None:
         names = ["output", *(change.place.name for change in self.hidden)]
         roots = (result, *hidden)
-        tree = tree_of(roots, names)
+        tree = self.setting.result = _either(self.setting.result, tree_of(roots, names))
         found = tree.unpack(roots)
         assert found is not None
         outside = [(t, t) for _, t in self.before.tensors()]
@@ -449,6 +449,13 @@ class _Recorder:
             elif not survey.holds(consts[i]):
                 raise unknown_result(tree.const_paths[i], consts[i])
         return made
+
+
+def _either(known: Tree | None, tree: Tree) -> Tree:
+    """The tree that is known already, where it is the same under the same names."""
+    if known != tree or known.tensor_paths != tree.tensor_paths or known.const_paths != tree.const_paths:
+        return tree
+    return known
 
 
 def _tokens(tree: Tree, values: tuple[Any, ...]) -> tuple[Hashable, ...]:

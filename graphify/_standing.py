@@ -39,18 +39,23 @@ class Surveys:
             if not before:
                 self._latest = self._guarded = None
 
+    def ran(self) -> None:
+        """Code of the user's has run, or may have: what holds is to be seen anew."""
+        if self._latest is not None:
+            self._latest.fresh = False
+
     def of(self, roots: Roots, executed: Executed) -> Survey:
         """What code that ran can reach from these roots now."""
         if not self._keeping:
             return Survey(roots, executed)
         if self._latest is None or not self._latest.covers(roots, executed):
             self._latest = _Standing(roots, executed)
-        return self._latest.survey.fork(self._latest.holds)
+        return self._latest.survey.fork(self._latest.still_holds)
 
     def after(self, roots: Roots, executed: Executed) -> Survey:
         """The same after a run; what that changed will be put back, so the latest survey is kept for then."""
         if self._latest is not None and self._latest.covers(roots, executed):
-            return self._latest.survey.fork(self._latest.holds)
+            return self._latest.survey.fork(self._latest.still_holds)
         return Survey(roots, executed)
 
     def guard(
@@ -81,7 +86,7 @@ class _Standing:
 
     def __init__(self, roots: Roots, executed: Executed) -> None:
         self.survey = survey = Survey(roots, executed)
-        self._roots = list(roots)
+        self._roots, self.fresh = list(roots), True
         self._codes, self._everything = frozenset(executed.codes), executed.everything
         held = [
             *(c for c, _, _ in survey.sizes),
@@ -107,8 +112,13 @@ class _Standing:
             )
             and self._everything == executed.everything
             and self._knows(executed)
-            and self.holds()
+            and self.still_holds()
         )
+
+    def still_holds(self) -> bool:
+        """The same as `holds`, asked once for each run."""
+        self.fresh = self.fresh or self.holds()
+        return self.fresh
 
     def _knows(self, executed: Executed) -> bool:
         """Whether this code leads nowhere else than the code that the survey went by."""

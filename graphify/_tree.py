@@ -89,6 +89,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.tensor_paths: list[str] = []
+        self.tensors: list[Tensor] = []
         self.const_paths: list[str] = []
         self.const_types: list[type] = []
         self.opaque: list[int] = []
@@ -97,6 +98,7 @@ class _Walk:
     def node(self, value: Any, path: str) -> Node:
         if isinstance(value, Tensor):
             self.tensor_paths.append(path)
+            self.tensors.append(value)
             return Node("tensor", "tensor", Tensor)
         kind = kind_of(value)
         base = _base_of(value) if kind == "opaque" else None
@@ -243,7 +245,6 @@ def _items_of(value: Any, base: Any, path: str) -> tuple[tuple[Any, ...] | None,
 
 def tensors_of(value: Any) -> tuple[Tensor, ...]:
     """The tensors inside one value, in the order of its structure."""
-    roots = (value,)
-    found = tree_of(roots, ("output",)).unpack(roots)
-    assert found is not None, "a value has the structure that was read off it"
-    return found[0]
+    walk = _Walk()
+    walk.node(value, "output")
+    return tuple(walk.tensors)

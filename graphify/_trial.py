@@ -115,6 +115,6 @@ def trial(
 def _equal(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor):
         return torch.equal(left, right)
-    if isinstance(left, tuple):
+    if isinstance(left, tuple) and set(map(type, left)) != {int}:  # which Python compares, all 625 of them
         return len(left) == len(right) and all(map(_equal, left, right))
     return bool((left == right).all()) if hasattr(left, "all") else bool(left == right)

@@ -16,9 +16,9 @@ from ._ambient import current_backward
 from ._code import Executed, is_library, user_line
 from ._composite import decomposed, uncover
 from ._following import unheard
-from ._illegal import HOST, READ, Offence, foreign, offence, tensors_in
+from ._illegal import HOST, PLAIN, READ, Offence, foreign, offence, tensors_in
 from ._layout import family_key
-from ._operators import Operator
+from ._operators import Operator, operator_of
 from ._undo import UndoLog, version_of, writes_of
 from .errors import CaptureError
 
@@ -68,7 +68,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.drew = False
         self._seeds: set[int] = set()
         self._operators: dict[int, Operator] = {}
-        self._has_siblings = device.index is not None
+        self._kind = device.type
+        self._here: tuple[int, ...] = ()
+        if device.index is not None:
+            self._here = (-1, device.index)
         self._tasks = (-1, current_backward())
         self._start = torch._C._autograd._get_sequence_nr()
 
@@ -90,7 +93,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         operator = self._operators.get(id(func))
         if operator is None:
-            operator = self._operators.setdefault(id(func), Operator(func, self.device.type))
+            operator = self._operators.setdefault(id(func), operator_of(func, self._kind))
         if operator.composite:
             return decomposed(func, args, kwargs, self, self.device.type)
         self._before(operator, args, kwargs)
@@ -101,29 +104,40 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @unheard
     def _before(self, operator: Operator, args: Any, kwargs: dict[str, Any]) -> None:
-        inputs = tensors_in((*args, *kwargs.values()) if kwargs else args)
-        if operator.suspect or self._has_siblings:
-            self._check(operator, args, kwargs, inputs)
+        if operator.odd:
+            self._look_at(operator, args, kwargs)
         if current_backward() not in self._tasks:
             self.backward = True
+        born, given, here = self.born, self.given, self._here
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if type(value) in PLAIN:
+                continue
+            for tensor in (value,) if type(value) is Tensor else tensors_in(value):
+                key = family_key(tensor)
+                if key not in born and key not in given:
+                    self._note_outside(tensor, key)
+                if here and tensor.get_device() not in here:
+                    self._check_place(operator, tensor)
+        if operator.writes:
+            self._note_writes(operator, args, kwargs)
+
+    def _look_at(self, operator: Operator, args: Any, kwargs: dict[str, Any]) -> None:
+        """What few operators are asked."""
+        inputs = tensors_in((*args, *kwargs.values()))
+        if operator.suspect:
+            self._check(operator, args, kwargs)
         if operator.generator:
             self._note_generators(args, kwargs)
         if operator.born:
             self._note_lifted(inputs)
-        for tensor in inputs:
-            key = family_key(tensor)
-            if key not in self.born and key not in self.given:
-                self._note_outside(tensor, key)
         if operator.restrides:
             self.restrided.add(family_key(inputs[0]))
-        if operator.writes:
-            self._note_writes(operator, args, kwargs)
 
     @unheard
     def _after(self, operator: Operator, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         if operator.draws:
             self.drew = self.drew or operator.drew(args, kwargs)
-        for tensor in tensors_in(result):
+        for tensor in (result,) if type(result) is Tensor else tensors_in(result):
             key = family_key(tensor)
             if key in self.outside or key in self.given:
                 if not tensor.requires_grad:
@@ -131,16 +145,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 self.born.add(key)
             if not self.device_work:
-                self.device_work = tensor.device.type == self.device.type
+                self.device_work = tensor.device.type == self._kind
             if operator.seeds and not tensor.dim():
                 self._seeds.add(key)
 
-    def _check(self, operator: Operator, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> None:
-        if operator.suspect:
-            found = offence(operator.func, args, kwargs, self.device)
-        else:
-            found = foreign(inputs, self.device)
+    def _check(self, operator: Operator, args: Any, kwargs: dict[str, Any]) -> None:
+        found = offence(operator.func, args, kwargs, self.device)
         if found is not None and not self._is_seed(operator.func, args):
+            self.blame(found)
+
+    def _check_place(self, operator: Operator, tensor: Tensor) -> None:
+        found = None if operator.suspect else foreign((tensor,), self.device)
+        if found is not None:
             self.blame(found)
 
     def _is_seed(self, func: Any, args: Any) -> bool:
