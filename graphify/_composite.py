@@ -11,20 +11,29 @@ import torch
 
 from ._undo import BELOW_VIEWS
 
-__all__ = ["AUTOCAST_CPU", "VIEWS", "decomposed", "is_composite", "marking", "uncover"]
+__all__ = ["AUTOCAST_CPU", "VIEWS", "calls_others", "decomposed", "is_composite", "marking", "uncovered"]
 
 _COMPOSITE = "CompositeImplicitAutograd"
 _Key = torch._C.DispatchKey
 VIEWS, AUTOCAST_CPU = _Key.ADInplaceOrView, _Key.AutocastCPU
 _LAZY = (_Key.Conjugate, _Key.Negative, _Key.ZeroTensor)
+# Kernels that call other operators although they are written for one kind of device.
+_CALLERS = frozenset(
+    {
+        "aten::_cdist_forward",
+        "aten::_native_multi_head_attention",
+        "aten::_transformer_encoder_layer_fwd",
+        "aten::linalg_matrix_exp",
+    }
+)
 # Outside of inference mode nothing shows whether autocast was off where a composite operator called this one. These
 # call others, and Python calls them itself or by a composite operator of which it is known whether it is cast.
 _ENTERED = {
-    "aten::_transformer_encoder_layer_fwd": "aten::_transformer_encoder_layer_fwd",
     "aten::_native_multi_head_attention": "aten::_native_multi_head_attention",
+    "aten::_transformer_encoder_layer_fwd": "aten::_transformer_encoder_layer_fwd",
+    "aten::_trilinear": "aten::bilinear",
     "aten::linalg_matrix_exp": "aten::linalg_matrix_exp",
     "aten::linalg_pinv.atol_rtol_tensor": "aten::linalg_pinv.atol_rtol_tensor",  # or `pinverse`, an old name
-    "aten::_trilinear": "aten::bilinear",
 }
 _exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
 
@@ -37,29 +46,47 @@ def is_composite(func: Any, device_type: str) -> bool:
     return _has_kernel(func, _COMPOSITE) and not _has_kernel(func, device_type.upper())
 
 
+def _name(func: Any) -> str:
+    return str(func.name())
+
+
 def _has_kernel(func: Any, key: str) -> bool:
-    return _named_kernel(func.name(), key)
+    return _named_kernel(_name(func), key)
 
 
 def _named_kernel(name: str, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
-def uncover(func: Any, device_type: str) -> tuple[Any, ...]:
-    """Let the kernel of `func` find what it finds outside of modes, until the handler of the mode returns.
+@cache
+def calls_others(func: Any, device_type: str) -> bool:
+    """Whether the kernel of this operator calls others on this device."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    return not _has_kernel(func, device_type.upper()) or _name(func) in _CALLERS
 
-    A handler runs with all kept out that comes before it, and kernels call operators as well: lazy conjugates
-    would never be resolved (wrong numbers), nothing would be cast, and under inference mode views of parameters
-    would not need grad. Gives what is let in again.
+
+@contextmanager
+def uncovered(func: Any, device_type: str) -> Iterator[tuple[Any, ...]]:
+    """Let the kernel of an operator that calls others find what it finds outside of modes; gives what is let in again.
+
+    The handler of a mode runs with all kept out that comes before it: lazy conjugates would never be resolved
+    (wrong numbers), nothing would be cast, and under inference mode views of parameters would not need grad.
     """
     inference = torch.is_inference_mode_enabled()
-    keys = _covered(func, inference)
-    torch.autocast_increment_nesting()
-    if torch.autocast_decrement_nesting():
-        keys += tuple(key for key in _uncast(func, device_type, inference) if _was_on(key))
+    # The kernel that marks views and counts writes keeps itself out of what it calls.
+    marks = not inference or _has_kernel(func, VIEWS.name)
+    casts = [key for key in _uncast(func, device_type, inference) if _was_on(key)]
+    wanted = (*_LAZY, *casts) if marks else (*_LAZY, *casts, VIEWS)
+    # A handler that is called for `detach` in the middle of C++ has nothing kept out.
+    keys = tuple(filter(torch._C._dispatch_tls_is_dispatch_key_excluded, wanted))
     for key in keys:
         _exclude(key, False)
-    return keys
+    try:
+        yield keys
+    finally:
+        for key in keys:
+            _exclude(key, True)
 
 
 @contextmanager
@@ -73,15 +100,6 @@ def marking(views: bool) -> Iterator[None]:
 
 
 @cache
-def _covered(func: Any, inference: bool) -> tuple[Any, ...]:
-    if not isinstance(func, torch._ops.OpOverload):
-        return ()
-    # The kernel that marks views and counts writes keeps itself out of what it calls.
-    marks = not inference or _has_kernel(func, VIEWS.name)
-    return _LAZY if marks else (*_LAZY, VIEWS)
-
-
-@cache
 def _cast(func: Any, device_type: str) -> list[Any]:
     """The kinds of autocast for which this operator has a kernel."""
     return [key for key in _kinds(device_type) if _has_kernel(func, key.name)]
@@ -90,10 +108,7 @@ def _cast(func: Any, device_type: str) -> list[Any]:
 @cache
 def _uncast(func: Any, device_type: str, inference: bool) -> list[Any]:
     """The kinds of autocast that are on in the kernel of this operator if they were on when torch was entered."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return []
-    name: str = func.name()  # type: ignore[no-untyped-call]
-    entered = name if inference else _ENTERED.get(name)
+    entered = _name(func) if inference else _ENTERED.get(_name(func))
     if entered is None:
         return []
     return [key for key in _kinds(device_type) if not _named_kernel(entered, key.name)]

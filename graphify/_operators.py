@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._composite import is_composite
+from ._composite import calls_others, is_composite
 from ._illegal import is_suspect
 from ._undo import may_write
 
@@ -30,6 +30,7 @@ class Operator:
         "_dropout",
         "born",
         "call",
+        "calls_others",
         "composite",
         "draws",
         "func",
@@ -45,6 +46,7 @@ class Operator:
         self.func = func  # held, so that its id stays its own
         self.call: Callable[..., Any] = func._op if type(func) is _OVERLOAD else func
         self.composite = is_composite(func, device_type)
+        self.calls_others = calls_others(func, device_type)
         self.suspect = is_suspect(func)
         self.writes = may_write(func)
         self.restrides = func in _RESTRIDING

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from ._ambient import current_backward
 from ._code import Executed, is_library, user_line
-from ._composite import decomposed, uncover
+from ._composite import decomposed, uncovered
 from ._following import unheard
 from ._illegal import HOST, PLAIN, READ, Offence, foreign, offence, tensors_in
 from ._layout import family_key
 from ._operators import Operator, operator_of
 from ._undo import UndoLog, version_of, writes_of
-from .errors import CaptureError
+from .errors import CaptureError, again
 
 __all__ = ["Watch", "watching"]
 
@@ -97,8 +97,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operator.composite:
             return decomposed(func, args, kwargs, self, self.device.type)
         self._before(operator, args, kwargs)
-        uncover(func, self.device.type)
-        result = operator.call(*args, **kwargs)
+        if operator.calls_others:
+            with uncovered(func, self.device.type):
+                result = operator.call(*args, **kwargs)
+        else:
+            result = operator.call(*args, **kwargs)
         self._after(operator, args, kwargs, result)
         return result
 
@@ -180,7 +183,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = _averaging() or found
         error = CaptureError(found.what, where=user_line(), why=found.why, fix=found.fix)
         if self.strict:
-            raise error
+            raise again(error)
         self.offences.append(error)
 
     def host_read(self, name: str) -> None:

@@ -75,6 +75,7 @@ def _global_state() -> dict[str, object]:
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "dispatch modes": len(_get_current_dispatch_mode_stack()),
         "function modes": torch._C._len_torch_function_stack(),
+        "dispatch keys": f"{torch._C._dispatch_tls_local_include_set()}, not {torch._C._dispatch_tls_local_exclude_set()}",
         "threads": torch.get_num_threads(),
     }
     if torch.cuda.is_initialized():

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from .._code import user_line
-from .._composite import uncover
+from .._composite import calls_others, uncovered
 from .._illegal import tensors_in
 from .._undo import UndoLog
 from ..errors import CaptureError
@@ -66,8 +66,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.streams.add(value)
         call = Call(func, args, kwargs)
         self._save_written(call)
-        call.found = uncover(func, "cpu")
-        result = settled(func, func(*args, **kwargs))
+        if calls_others(func, "cpu"):
+            with uncovered(func, "cpu") as call.found:
+                result = settled(func, func(*args, **kwargs))
+        else:
+            result = settled(func, func(*args, **kwargs))
         self._keep(call, result, drew=self.streams.moved())
         self._last = f"`{func}`"
         return result

@@ -52,7 +52,7 @@ class Call:
         self.args = self._pin(args)
         self.kwargs = {name: self._pin(value) for name, value in kwargs.items()}
         self.written = writes_of(func, args, kwargs)
-        self.found: tuple[Any, ...] = ()  # what `uncover` let in again
+        self.found: tuple[Any, ...] = ()  # what `uncovered` let in again
 
     def _pin(self, value: Any) -> Any:
         if isinstance(value, Tensor):
