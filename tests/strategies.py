@@ -6,10 +6,11 @@ import math
 import os
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from graphify import GraphifyError, GraphifyWarning
 from graphify.testing import (
@@ -29,9 +30,14 @@ T = TypeVar("T")
 
 
 class Case(NamedTuple):
-    program: Program
+    make: Callable[[torch.device], Callable[..., Any]]
     calls: list[Call]
     options: dict[str, Any]
+
+
+def share(part: float) -> settings:
+    """A part of the profile's number of examples."""
+    return settings(max_examples=max(20, int(part * settings.default.max_examples)))
 
 
 @st.composite
@@ -101,16 +107,33 @@ class Tally:
         )
 
 
-def check(case: Case, tally: Tally, backend: str, device: torch.device) -> None:
-    """Eager and graphed twins of the program over its calls; loud refusals are counted."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", GraphifyWarning)
-        stats = assert_matches_eager(
-            make=lambda: case.program.make(device),
-            calls=case.calls,
-            backend=backend,
-            device=device,
-            loud_ok=tally.refuse,
-            **case.options,
-        )
-    tally.add(stats)
+def all_follow_eager(
+    cases: st.SearchStrategy[Case],
+    backend: str,
+    device: torch.device,
+    *,
+    part: float = 1.0,
+    replay: float,
+    backward: float = 0.0,
+) -> None:
+    """Eager and graphed twins over the calls of each case, and enough replays of them; loud refusals are counted."""
+    tally = Tally()
+
+    @share(part)
+    @given(cases)
+    def run(case: Case) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", GraphifyWarning)
+            stats = assert_matches_eager(
+                make=lambda: case.make(device),
+                calls=case.calls,
+                backend=backend,
+                device=device,
+                loud_ok=tally.refuse,
+                **case.options,
+            )
+        tally.add(stats)
+
+    run()
+
+    tally.check(replay=replay, backward=backward)

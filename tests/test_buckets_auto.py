@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from strategies import share
 
 from graphify._auto import Shapes, Watcher
 from graphify._axes import Axes
@@ -18,7 +19,7 @@ from graphify._specification import specification
 from graphify.buckets import Bucket
 from graphify.errors import InputError
 
-few = settings(max_examples=max(20, settings.default.max_examples // 5))
+few = share(0.2)
 
 NAMES = ("tokens", "mask", "x")
 

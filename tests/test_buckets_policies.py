@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
+from strategies import share
 
 from graphify._axes import Axes
 from graphify._padding import Fills
@@ -22,7 +23,7 @@ from graphify._tree import tree_of
 from graphify.buckets import Bucket
 from graphify.errors import InputError
 
-few = settings(max_examples=max(20, settings.default.max_examples // 5))
+few = share(0.2)
 
 BATCH = Bucket("batch", [1, 2, 4, 8])
 SEQ = Bucket.powers_of_two("seq", 16, 128)

@@ -8,8 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
-from strategies import Case, Pair, Record, Tally, call_sequences, check, options, programs, pytrees, tensors
+from hypothesis import settings, strategies as st
+from strategies import (
+    Case,
+    Pair,
+    Record,
+    Tally,
+    all_follow_eager,
+    call_sequences,
+    options,
+    programs,
+    pytrees,
+    tensors,
+)
 
 from graphify.testing import Call, assert_matches_eager
 
@@ -17,22 +28,13 @@ from graphify.testing import Call, assert_matches_eager
 @st.composite
 def cases(draw: st.DrawFn, device: str) -> Case:
     program = draw(programs())
-    return Case(
-        program, draw(call_sequences(program, min_calls=4, max_calls=7, device=device)), draw(options())
-    )
+    calls = draw(call_sequences(program, min_calls=4, max_calls=7, device=device))
+    return Case(program.make, calls, draw(options()))
 
 
 def test_random_programs_equal_eager_or_refuse_loudly(backend: str, device: torch.device) -> None:
     """Outputs, arguments, state, aliasing, random streams and earlier results: as eager leaves them, or an error."""
-    tally = Tally()
-
-    @given(cases(device.type))
-    def run(case: Case) -> None:
-        check(case, tally, backend, device)
-
-    run()
-
-    tally.check(replay=0.6)
+    all_follow_eager(cases(device.type), backend, device, replay=0.6)
 
 
 def doubled(tree: Any) -> Any:
@@ -75,24 +77,13 @@ def renewed(tree: Any, step: int) -> Any:
     return tree
 
 
-def some(share: float) -> settings:
-    """A part of the profile's number of examples."""
-    return settings(max_examples=max(20, int(share * settings.default.max_examples)))
-
-
 def test_any_argument_tree_comes_back_as_from_eager(backend: str, device: torch.device) -> None:
     """Containers, constants and tensors of any layout go in and come out with types, strides and values of eager."""
-    tally = Tally()
 
-    @some(0.2)
-    @given(pytrees(tensors()))
-    def run(tree: Any) -> None:
-        calls = [(renewed(tree, step),) for step in range(4)]
-        tally.add(assert_matches_eager(doubled, calls, backend=backend, device=device, loud_ok=tally.refuse))
+    def around(tree: Any) -> Case:
+        return Case(lambda _: doubled, [Call((renewed(tree, step),)) for step in range(4)], {})
 
-    run()
-
-    tally.check(replay=0.5)
+    all_follow_eager(pytrees(tensors()).map(around), backend, device, part=0.2, replay=0.5)
 
 
 @pytest.mark.parametrize("writes", [False, True])
@@ -100,7 +91,6 @@ def test_arguments_that_share_memory_behave_as_in_eager(
     backend: str, device: torch.device, writes: bool
 ) -> None:
     """The same tensor twice, overlapping and disjoint views of one: reads and writes through one are seen by all."""
-    tally = Tally()
 
     def combine(*views: torch.Tensor) -> Any:
         if writes:
@@ -110,20 +100,14 @@ def test_arguments_that_share_memory_behave_as_in_eager(
             total = total + view
         return total, views[-1], views[0][1:]
 
+    def over(starts: list[int], step: int) -> Case:
+        bases = [torch.randn(16) for _ in range(4)]
+        calls = [Call(tuple(base[start : start + 6 * step : step] for start in starts)) for base in bases]
+        return Case(lambda _: combine, calls, {})
+
     windows = st.lists(st.integers(0, 4), min_size=2, max_size=4)
-
-    @some(0.2)
-    @given(windows, st.sampled_from([1, 2]))
-    def run(starts: list[int], step: int) -> None:
-        calls = []
-        for _ in range(4):
-            base = torch.randn(16)
-            calls.append(tuple(base[start : start + 6 * step : step] for start in starts))
-        tally.add(assert_matches_eager(combine, calls, backend=backend, device=device, loud_ok=tally.refuse))
-
-    run()
-
-    tally.check(replay=0.5)
+    cases = st.builds(over, windows, st.sampled_from([1, 2]))
+    all_follow_eager(cases, backend, device, part=0.2, replay=0.5)
 
 
 def test_seeds_count_in_a_deep_run() -> None:

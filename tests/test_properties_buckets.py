@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from checks import equal
-from hypothesis import given, settings, strategies as st
-from strategies import often, shown
+from hypothesis import given, strategies as st
+from strategies import often, share, shown
 from torch import Tensor, nn
 
 from graphify import Bucket, GraphifyWarning, PaddingError, graphify
@@ -159,11 +159,6 @@ def options(plan: Plan) -> dict[str, Any]:
         "max_graphs": plan.max_graphs,
         "outputs": plan.outputs,
     }
-
-
-def share(part: float) -> settings:
-    """A part of the profile's number of examples."""
-    return settings(max_examples=max(15, int(part * settings.default.max_examples)))
 
 
 class Run:
