@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._autograd import Instance
-from ._code import Executed, line_of
+from ._code import Executed
 from ._ends import Ends
 from ._grads import refused_arguments
 from ._graph import Argument, Graph, Order, Outcome, Setting, plan_delivery, plan_launch
@@ -27,6 +27,7 @@ from ._tree import Tree, tensors_of, tree_of
 from ._trial import HostRandomness
 from ._undo import UndoLog, version_of
 from ._verdicts import (
+    device_refused,
     keeps_random_state,
     long_history,
     other_flag,
@@ -212,12 +213,7 @@ class _Recorder:
         except Exception as error:
             if isinstance(error, CaptureError) or not backend.is_capture_error(error):
                 raise
-            raise CaptureError(
-                f"the device refused to capture: {str(error).splitlines()[0]}",
-                where=line_of(error),
-                why="a stream capture allows no waiting for the device, and no work on uncaptured streams",
-                fix="do this part outside the graphed function",
-            ) from error
+            raise device_refused(error) from error
         finally:
             self.watch.undo = None
 

@@ -118,8 +118,9 @@ class Recorder:
 
     def _make_graph_here(self, entry: Entry, call: Call, undo: UndoLog | None) -> Callable[[], None]:
         self.entries.make_room()
-        if entry.whole:
+        if entry.whole:  # a leaf's node is captured on the stream on which it was made, if an old one is left
             close_gates()
+            self.setting.backend.finish_backwards(entry.device_or_raise())
         with self.setting.backend.scope(entry.device_or_raise()):
             try:
                 graph, guard, take_back = self._recorded(entry, call, undo)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
-from ._code import Executed
+from ._code import Executed, line_of
 from ._ends import Wanted
 from ._layout import family_key
 from ._optimizers import refused_change
@@ -21,6 +21,7 @@ from ._watch import Watch
 from .errors import CaptureError, InputError
 
 __all__ = [
+    "device_refused",
     "given_history",
     "host_reads",
     "is_only_written",
@@ -48,6 +49,21 @@ _ONCE = "Python runs when a graph is recorded; a replay repeats device work only
 def host_reads(watch: Watch, executed: Executed) -> list[CaptureError]:
     """The operators that a graph cannot hold; none where the code itself asks whether it is captured."""
     return [] if _ASKS in executed.loads() else watch.offences
+
+
+def device_refused(error: Exception) -> CaptureError:
+    """What the device said in the middle of a capture, at the user's own line."""
+    text = str(error).splitlines()[0]
+    why, fix = "a stream capture allows no waiting for the device, and no work on uncaptured streams", ""
+    if "legacy stream" in text:
+        why += "; a parameter's gradient is added up on the stream of the run whose history is still held"
+        fix = "`loss.detach()` of what is kept of earlier runs, or "
+    return CaptureError(
+        f"the device refused to capture: {text}",
+        where=line_of(error),
+        why=why,
+        fix=f"{fix}do this part outside the graphed function",
+    )
 
 
 def random_draw(name: str, generator: str) -> CaptureError:

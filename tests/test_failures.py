@@ -17,7 +17,7 @@ from checks import counts
 from conftest import needs_cuda
 from torch import Tensor
 
-from graphify import CaptureError, GraphifyWarning, graphify, handle
+from graphify import CaptureError, GraphifyWarning, GraphPool, graphify, handle
 
 ROUNDS = 20
 DEVICES = ["tape", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
@@ -268,6 +268,70 @@ def test_the_functions_own_error_in_a_capture_surfaces_as_it_is(
         assert torch.equal(graphed(x), want)
     assert counts(graphed) == (2, 1, 3, 0, 1)
     health.check_later()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_pool_in_which_a_capture_broke(
+    backend: str, device: torch.device, health: Health, shared: bool
+) -> None:
+    """After a capture that the device itself broke off, its wrapper and others of the pool capture and replay."""
+    pool = GraphPool()
+
+    def waits(x: Tensor) -> Tensor:
+        if x.shape[0] == 2:
+            unseen_wait(x)
+        return x.sin() + torch.rand(x.shape, device=x.device)
+
+    graphed = graphify(waits, backend=backend, pool=pool)
+    other = graphify(lambda x: waits(x), backend=backend, pool=pool) if shared else graphed
+    before = graphify(lambda x: waits(x), backend=backend, pool=pool)
+    for rows in (3, 3, 3, 2):
+        before(torch.randn(rows, 3, device=device))
+    for _ in range(3):
+        graphed(torch.randn(4, 3, device=device))
+    graphed(torch.randn(2, 3, device=device))
+    if device.type == "cuda":
+        with pytest.raises(CaptureError, match="the device refused to capture"):
+            graphed(torch.randn(2, 3, device=device))
+    for call, rows in ((other, 5), (before, 3), (graphed, 4)):
+        for _ in range(4):
+            x = torch.randn(rows, 3, device=device)
+            torch.manual_seed(8)
+            want = waits(x)
+            torch.manual_seed(8)
+            assert torch.equal(call(x), want)
+        assert counts(call)[2] >= 2
+    health.check_later()
+
+
+def unseen_wait(x: Tensor) -> None:
+    """Waits for the device where no watch looks."""
+    if x.is_cuda:
+        torch.cuda.current_stream().synchronize()
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_a_leaf_whose_node_is_still_held() -> None:
+    """A step whose parameter still has a node on another stream is refused with words, and all else works on."""
+    health, device = Health("cuda", torch.device("cuda")), torch.device("cuda")
+    net = torch.nn.Linear(3, 3, device=device)
+    held = net(health.data()).sum()
+
+    def step(x: Tensor) -> Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    graphed = graphify(step, backend="cuda")
+    with torch.enable_grad():
+        graphed(health.data())
+        with pytest.raises(CaptureError, match=r"legacy stream[\s\S]*loss\.detach\(\)"):
+            graphed(health.data())
+        held.backward()
+    del held
+    with torch.no_grad():
+        health.check_later()
 
 
 def test_state_that_a_failed_capture_touched_is_put_back(

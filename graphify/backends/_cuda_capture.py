@@ -6,21 +6,22 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ..errors import again
 from ._cuda_driver import private_stream
 
-__all__ = ["capture", "own_workspaces", "stream_of"]
+__all__ = ["Pool", "capture", "own_workspaces", "stream_of"]
 
 T = TypeVar("T")
 
 _HEALINGS = 16
 
 # Before torch 2.14 a capture that cannot be ended stays registered with the allocator, which then never frees
-# a block again that another stream has used (https://github.com/pytorch/pytorch/pull/180395).
+# a block again that another stream has used (https://github.com/pytorch/pytorch/pull/180395). It stays registered
+# with the allocator of host memory, too, which nobody can end: no capture can begin in that pool any more.
 _LEAVES_POOL_OPEN = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 
 _streams = threading.local()
@@ -46,20 +47,35 @@ def _make_handles(device: torch.device) -> None:
             torch.nn.functional.conv2d(image, image)
 
 
-def capture(graph: torch.cuda.CUDAGraph, run: Callable[[], T], device: torch.device, handle: Any) -> T:
+class Pool(Protocol):
+    """Where a graph's memory comes from."""
+
+    device: torch.device
+    handle: Any
+
+    def renew(self) -> None:
+        """Take another handle: no capture can begin with this one any more."""
+
+
+def capture(graph: torch.cuda.CUDAGraph, run: Callable[[], T], pool: Pool) -> T:
     """Run under capture; a failure ends the capture, mends what it broke and surfaces as it was."""
-    graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+    graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
     try:
         result = run()
     except BaseException:
-        if _end(graph, device, handle) is not None:
-            _heal(device)
+        if _end(graph, pool.device, pool.handle) is not None:
+            _mend(pool)
         raise
-    broken = _end(graph, device, handle)
+    broken = _end(graph, pool.device, pool.handle)
     if broken is not None:
-        _heal(device)
+        _mend(pool)
         raise again(broken)
     return result
+
+
+def _mend(pool: Pool) -> None:
+    pool.renew()
+    _heal(pool.device)
 
 
 def _end(graph: torch.cuda.CUDAGraph, device: torch.device, handle: Any) -> RuntimeError | None:

@@ -65,8 +65,12 @@ class CudaPool:
         """Keep the pool alive with an empty graph: a pool whose last graph died cannot be used again."""
         if self.placeholder is None:
             graph = torch.cuda.CUDAGraph()
-            capture(graph, _nothing, self.device, self.handle)
+            capture(graph, _nothing, self)
             self.placeholder = graph
+
+    def renew(self) -> None:
+        """Begin a pool anew; graphs in the one before keep it for themselves."""
+        self.handle, self.placeholder = torch.cuda.graph_pool_handle(), None
 
 
 class CudaRecording:
@@ -174,7 +178,7 @@ class CudaBackend:
         before = torch.cuda.memory_reserved(pool.device)
         with uncollected(), own_workspaces():
             pool.hold()
-            result = capture(graph, run, pool.device, pool.handle)
+            result = capture(graph, run, pool)
         nodes = count_nodes(graph)
         # Not `memory_snapshot(pool.handle)`: each call takes a reference from the pool's number, and some hundred
         # captures later the process dies (https://github.com/pytorch/pytorch/pull/196366).
@@ -243,7 +247,7 @@ class CudaBackend:
     def let_go(self, tensors: Sequence[Tensor], pool: CudaPool) -> list[Tensor]:
         """Tensors on the same addresses, which keep the pool but not the blocks in it."""
         storages: dict[int, torch.UntypedStorage] = {}
-        return [unowned(tensor, pool, storages) for tensor in tensors]
+        return [unowned(tensor, pool.placeholder, storages) for tensor in tensors]
 
     def lend(self, tensor: Tensor) -> CudaLoan:
         """An alias with a storage of its own, which raises once closed."""
@@ -258,6 +262,12 @@ class CudaBackend:
         """Put the states back."""
         for generator, saved in state:
             generator.set_state(saved)
+
+    def finish_backwards(self, device: torch.device) -> None:
+        """One more backward: the device's thread takes it up when it has let go of the last one."""
+        with torch.inference_mode(False), torch.enable_grad():
+            nothing = torch.zeros((), device=device, requires_grad=True)
+        nothing.backward()  # type: ignore[no-untyped-call]
 
     def reclaim(self) -> None:
         """Give cached memory that nobody uses back to the device."""
