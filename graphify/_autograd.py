@@ -208,7 +208,9 @@ class Instance:
         except CaptureError as error:
             refused = alone(error)
         if self.drew and self.setting.backend.nodes_have_streams:
-            raise again(refused)  # a random operator's backward looks on the device for what a live one has on the host
+            raise again(
+                refused
+            )  # a random operator's backward looks on the device for what a live one has on the host
         self.patterns.refuse(refused)
         return None
 
