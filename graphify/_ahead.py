@@ -131,7 +131,7 @@ def capture_all(
     """Record the graphs of these buckets from one example, in this order."""
     call, made, axes = Call(table.tree, values, tensors), [], sizes.axes_of(table, tensors)
     gc.collect()  # once: what is garbage already is not walked past in each capture
-    with life.setting.pool.lock, uncollected(), life.setting.surveys.kept():
+    with life.setting.pool.lock, uncollected(), sizes.in_a_row():
         for full in _shown(grid, life.setting.name, progress):
             started = time.perf_counter()
             entry = sizes.rehearse(sizes.at(table, key, tensors, full), call)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from ._axes import Axes
 from ._binding import Binder
 from ._cuts import Learner, Way, teach
 from ._entry import Entry, Refusal, Table
+from ._exacts import Exacts
 from ._fitted import Padded, fitted, through_padding
 from ._forms import plain_layout
 from ._graph import Call, Graph
@@ -72,6 +74,7 @@ class Sizes:
         self._laid: dict[Any, Specification] = {}
         self._unsafe: set[Any] = set()
         self._learners: dict[Any, tuple[Learner, ...]] = {}
+        self._exacts: Exacts[Any] = Exacts()
 
     # -- finding
 
@@ -225,6 +228,15 @@ class Sizes:
         axes = self.axes_of(table, tensors)
         return Sized(table, key, Fit(axes, axes.sizes([t.shape for t in tensors]), full), self.choices(table))
 
+    @contextmanager
+    def in_a_row(self) -> Iterator[None]:
+        """Buckets are rehearsed inside, from one call: what one met, others need not meet again."""
+        with self.life.setting.surveys.kept():
+            try:
+                yield
+            finally:
+                self._exacts = Exacts()
+
     def rehearse(self, entry: Sized, call: Call) -> Entry:
         """Record a bucket ahead of time, without trace, and prove it where the call shows how."""
         blank = entry.fit.blank(call.tensors, entry.fills)
@@ -309,6 +321,7 @@ class Sizes:
                 entry.choices,
                 check=self.life.options.check_padding,
                 static=self.life.options.static_args,
+                exacts=self._exacts,
             )
         except PaddingError as error:
             alone(error)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from checks import together
 from torch import Tensor, nn
 
-from graphify import CaptureError, graphify
+from graphify import CaptureError, PaddingError, graphify
 from graphify._graph import Setting
 from graphify._guards import Guard
 from graphify._survey import Survey
@@ -83,10 +84,10 @@ class TestCounts:
     def test_runs_of_proofs(
         self, monkeypatch: pytest.MonkeyPatch, backend: str, device: torch.device
     ) -> None:
-        """A proof runs the function at its exact size and padded in two ways."""
+        """A proof runs the function padded in two ways; the run at the exact size stands for all buckets."""
         runs = counting(monkeypatch, Setting, "run")
         captured(Net(), backend, device, FEW, 1)
-        assert [len(values[0]) for values in runs] == [4, 4, 1, 4, 4, 2, 1, 2, 2]
+        assert [len(values[0]) for values in runs] == [4, 4, 1, 4, 4, 2, 2, 2]
 
     def test_guards(self, monkeypatch: pytest.MonkeyPatch, backend: str, device: torch.device) -> None:
         """Buckets that take the same for granted share what checks it."""
@@ -131,6 +132,13 @@ class Rebinds(Net):
         if self.last is None:
             self.last = x.new_ones(3)
         return super().forward(x) * self.last
+
+
+class MixesRows(Net):
+    """At one size each row gets something of all others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if len(x) == 8 else super().forward(x)
 
 
 class TestPromises:
@@ -193,3 +201,31 @@ class TestPromises:
         graphed = captured(other, backend, device, MANY, 16)
         x = torch.randn(8, 3, device=device)
         assert graphed(x).equal(other(x))
+
+    def test_padding_that_one_bucket_feels(self, backend: str, device: torch.device) -> None:
+        """A bucket whose own code mixes rows is refused, though the run at the exact size is another bucket's."""
+        with pytest.raises(PaddingError, match=r"batch.*8|8.*batch|\(8, 3\)|depends on"):
+            captured(MixesRows(), backend, device, MANY, 3)
+        assert captured(MixesRows(), backend, device, [2, 4, 16], 3).stats().recordings == 3
+
+    def test_a_write_between(
+        self, monkeypatch: pytest.MonkeyPatch, backend: str, device: torch.device
+    ) -> None:
+        """Memory that another thread writes between two buckets is read anew by the proof of the second."""
+        net, runs, plain = Net(), [], Setting.run
+
+        def write() -> None:
+            with torch.no_grad():
+                net.layers[0].weight.add_(1)
+
+        def run(self: Setting, values: tuple[Any, ...]) -> Any:
+            runs.append(len(values[0]))
+            if runs.count(2) == 1 == runs.count(1):
+                together(1, write)
+            return plain(self, values)
+
+        monkeypatch.setattr(Setting, "run", run)
+        graphed = captured(net, backend, device, FEW, 1)
+        assert runs == [4, 4, 1, 4, 4, 2, 1, 2, 2]
+        x = torch.randn(2, 3, device=device)
+        assert graphed(x).equal(net(x))
