@@ -78,18 +78,19 @@ class Recorder:
             if self.setting.backend.is_oom(error):
                 self.entries.make_way()
             raise
-        if again:  # out here, where no traceback keeps what the run made
-            return self._once_more(entry, call)
-        if entry.graph is None:
-            assert entry.refusal is not None
-            return self.plain.refuse(entry.refusal, call)
+        if entry.graph is None:  # out here, where no traceback keeps what the run made
+            return self._instead(entry, call, again)
         result = self._replay_first(graphs_of(entry.graph)[0], call, take_back)
         self.verify_first(entry)
         self.plain.counts["captures"] += 1
         return result
 
-    def _once_more(self, entry: Entry, call: Call) -> Any:
-        """The run did what no warm-up did before: this call is one more."""
+    def _instead(self, entry: Entry, call: Call, again: bool) -> Any:
+        """Make the result without a graph: by one more warm-up, where the run did what none did before."""
+        self._finish_backwards(entry)
+        if not again:
+            assert entry.refusal is not None
+            return self.plain.refuse(entry.refusal, call)
         entry.built += 1
         if entry.built > _RETRIES:
             entry.refusal = GRADIENTS
@@ -118,9 +119,9 @@ class Recorder:
 
     def _make_graph_here(self, entry: Entry, call: Call, undo: UndoLog | None) -> Callable[[], None]:
         self.entries.make_room()
-        if entry.whole:  # a leaf's node is captured on the stream on which it was made, if an old one is left
+        if entry.whole:
             close_gates()
-            self.setting.backend.finish_backwards(entry.device_or_raise())
+            self._finish_backwards(entry)
         with self.setting.backend.scope(entry.device_or_raise()):
             try:
                 graph, guard, take_back = self._recorded(entry, call, undo)
@@ -136,7 +137,13 @@ class Recorder:
         self.plain.counts["recordings"] += 1
         nodes, seconds = graph.nodes, graph.seconds
         log.info("%s: recorded %s: %d nodes in %.3f s", self.setting.name, entry.label, nodes, seconds)
+        self._finish_backwards(entry)
         return take_back
+
+    def _finish_backwards(self, entry: Entry) -> None:
+        """A leaf's node stays on its stream, of a capture or of none: an old one must be gone before the next run."""
+        if entry.whole:
+            self.setting.backend.finish_backwards(entry.device_or_raise())
 
     def _give_way(self, entry: Entry, call: Call) -> bool:
         """Whether something that was to be a tensor can be a value instead: the code reads it on the host."""

@@ -314,7 +314,9 @@ def unseen_wait(x: Tensor) -> None:
 @needs_cuda
 def test_a_leaf_whose_node_is_still_held() -> None:
     """A step whose parameter still has a node on another stream is refused with words, and all else works on."""
-    health, device = Health("cuda", torch.device("cuda")), torch.device("cuda")
+    device = torch.device("cuda")
+    with torch.no_grad():
+        health = Health("cuda", device)
     net = torch.nn.Linear(3, 3, device=device)
     held = net(health.data()).sum()
 
