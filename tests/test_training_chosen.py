@@ -9,7 +9,7 @@ import pytest
 import torch
 from checks import counts
 from torch import Tensor, nn
-from training import Wrap, clear, error_of, grads, leaf, mlp, same
+from training import Wrap, clear, error_of, grads, leaf, let_go, mlp, same
 
 from graphify import CaptureError, graphify
 
@@ -53,6 +53,7 @@ def test_an_input_that_was_written_inside(backend, device, ask):
             else:
                 yield ask(loss, (gain,)), grads(w, gain)
             del loss
+            let_go(device)
 
     (graphed,) = same(train, backend)
     assert counts(graphed) == (1, 1, 6, 0, 0)
@@ -150,6 +151,7 @@ def test_a_gradient_that_cannot_be_had_raises_its_own_error(backend, device, ask
             except ArithmeticError as error:
                 yield str(error)
             clear(w, gain)
+            let_go(device)
 
     assert counts(*same(train, backend)) == (1, 1, 4, 0, 0)
 

@@ -78,6 +78,11 @@ def error_of(work: Callable[[], Any]) -> str | None:
     return None
 
 
+def let_go(device: torch.device) -> None:
+    """Wait until a device's thread has let go of the last backward, which it does a moment later where that failed."""
+    torch.zeros((), device=device, requires_grad=True).backward()
+
+
 def right_or_eagers_error(work: Callable[[], Any], want: Callable[[], Any]) -> None:
     """The right values, or the error that eager raises where a saved tensor was edited."""
     try:
