@@ -67,7 +67,9 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     ),
     3: (
         *(
+            "_causes",
             "_inputs",
+            "_left",
             "_marks",
             "_material",
             "_options",
