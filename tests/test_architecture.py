@@ -86,7 +86,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     ),
     4: (
         *("_autograd", "_backwards", "_cut_plan", "_entry", "_fitted", "_graph", "_instances"),
-        *("_record", "_turns", "_verdicts"),
+        *("_record", "_recorded_run", "_turns", "_verdicts"),
     ),
     5: (
         *("_ahead", "_entries", "_exacts", "_habits", "_lessons", "_life", "_numbers", "_plain", "_proofs"),
@@ -152,7 +152,8 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_backwards": ("_graph",),
     "_autograd": ("_backwards", "_graph", "_turns"),
     "_instances": ("_graph",),
-    "_record": ("_autograd", "_graph", "_verdicts"),
+    "_record": ("_autograd", "_graph", "_recorded_run", "_verdicts"),
+    "_recorded_run": ("_autograd", "_graph", "_verdicts"),
     "_entry": ("_autograd", "_graph", "_instances"),
     "_cut_plan": ("_graph",),
     "_fitted": ("_cut_plan", "_graph"),
