@@ -1,46 +1,32 @@
 """Proofs that padding changes nothing: a bucket's run beside one at the exact size and one with other padding.
 
-Each run is a trial and leaves no trace. One that would write memory above 256 MiB, which no trial can put back, ends
-before it does: then nothing is compared, and calls themselves teach how results are cut.
+A run that would write memory above 256 MiB, which no trial can put back, ends before it does: then nothing is compared,
+and calls themselves teach how results are cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._cuts import Learner, teach
 from ._exacts import Exacts
-from ._gradients import gradients
 from ._graph import Call
-from ._layout import family_key
 from ._lessons import Lessons, large_writes
-from ._marks import Extra, Mark, Marks
-from ._material import copied, from_batch, memory_of, stirred, weights, written
+from ._marks import Extra
+from ._material import stirred
 from ._nearness import unlike
-from ._optimizers import steps
 from ._padding import Fit
-from ._specification import root_of
-from ._survey import Survey
-from ._tree import Tree, tree_of
-from ._trial import is_large, trial
-from ._trust import Proof, padding_error, remedy, trusted, untried
-from ._undo import TooLargeError, UndoLog
-from ._watch import Watch, watching
-from .errors import PaddingError, again, alone
+from ._proof_runs import SIZE, Marked, Run, Runs
+from ._trust import Proof, trusted, untried
+from ._undo import TooLargeError
+from .errors import alone
 
 __all__ = ["prove"]
 
-
-_SIZE = "padding adds rows: a size that is used as a number is the bucket's, and each padded row takes part"
 _ROWS = "each padded row is written where its index says, as a live one is"
-_COPY = "a bucket has a copy of the argument, which the next call fills"
-_CLONE = "leave a clone, return it, or take this dimension out of `buckets`"
 _UNSEEN = (
     "has padded rows that write {}, which holds one number everywhere: whether they keep what is there cannot be seen."
     " Prove it with other numbers there, or give `pad=` an index that nothing is written at"
@@ -49,32 +35,6 @@ _SCRATCH = (
     "give `pad=` an index that nothing is written at, or, for a row that nobody reads,"
     ' write check_padding="outputs"'
 )
-
-Marked = dict[object, Mark]
-"""By the path of an argument, or by memory from outside."""
-Cutter = Callable[[list[Tensor], Collection[int], Sequence[Tensor]], list[Tensor]]
-
-
-class _Run(NamedTuple):
-    """What one trial run left, copied before it was undone."""
-
-    tree: Tree
-    tokens: tuple[Any, ...]
-    results: list[Tensor]
-    memory: dict[str, Tensor]
-    """Whole storages from outside that it wrote."""
-    python: dict[str, Tensor]
-    """Attributes and gradients that it bound."""
-    arguments: list[Tensor]
-    grads: dict[str, Tensor]
-    marks: Marked
-    """What it wrote of memory that a stirred start could make illegal, and of arguments."""
-    watch: Watch
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """All that it left outside."""
-        return self.memory | self.python
 
 
 def prove(
@@ -86,7 +46,7 @@ def prove(
     *,
     check: bool | str,
     static: Collection[str],
-    exacts: Exacts[_Run],
+    exacts: Exacts[Run],
 ) -> Proof:
     """Run a call at its exact size and padded in two ways, compare, and learn how results are cut.
 
@@ -97,335 +57,109 @@ def prove(
         CaptureError: the function can never be captured.
         PaddingError: what differs, with the smallest difference.
     """
-    prover = _Prover(lessons, device, call, fit, fills, state=check is True, static=static, exacts=exacts)
+    runs = Runs(lessons, device, call, fit, fills, state=check is True, static=static, exacts=exacts)
     try:
-        return _proved(prover, check)
+        return _proved(runs, check)
     except TooLargeError as error:
         alone(error)
-    prover.check_offences()  # what can never be captured is said also where a run ends early
+    runs.check_offences()  # what can never be captured is said also where a run ends early
     if check is True:
-        prover.say_trusted()
+        _say_trusted(runs)
     return untried()
 
 
-def _proved(prover: _Prover, check: bool | str) -> Proof:
-    exact, padded = prover.exact(), prover.padded()
+def _proved(runs: Runs, check: bool | str) -> Proof:
+    exact, padded = runs.exact(), runs.padded()
     why = _uncompared(exact, check)
-    prover.check_rows_left(exact, padded)
+    _check_rows_left(runs, exact, padded)
     if not why:
-        prover.compare(exact, padded, rounding=True)
-        prover.check_writes(exact, padded)
-        if prover.unnamed:
-            prover.compare(padded, prover.padded(other=True), rounding=False)
+        _compare(runs, exact, padded, rounding=True)
+        _check_writes(runs, exact, padded)
+        if runs.unnamed:
+            _compare(runs, padded, runs.padded(other=True), rounding=False)
     outside = exact.watch.outside.keys()
     touched = frozenset(outside) if exact.watch.written & outside else frozenset()
-    return Proof(exact.tree, tuple(prover.cuts), touched, why)
+    return Proof(exact.tree, tuple(runs.cuts), touched, why)
 
 
-def _uncompared(exact: _Run, check: bool | str) -> str:
+def _uncompared(exact: Run, check: bool | str) -> str:
     if not check:
         return "check_padding=False"
     return "it draws random numbers" if exact.watch.drew else ""
 
 
-class _Prover:
-    """The runs of one call, one after the other."""
+def _say_trusted(runs: Runs) -> None:
+    """Say what the latest run was about to write, so that nothing could be compared."""
+    assert runs.watch is not None, "a run was made"
+    names = large_writes(runs.watch, runs.lessons.survey(runs.call), runs.call)
+    runs.lessons.plain.say("untried", trusted(names))
 
-    def __init__(
-        self,
-        lessons: Lessons,
-        device: torch.device,
-        call: Call,
-        fit: Fit,
-        fills: Sequence[tuple[Any, bool]],
-        *,
-        state: bool,
-        static: Collection[str],
-        exacts: Exacts[_Run],
-    ) -> None:
-        self.state, self.fills, self._exacts = state, fills, exacts
-        self.lessons, self.device, self.call, self.fit = lessons, device, call, fit
-        self.cuts: list[Learner] = []
-        self.watch: Watch | None = None
-        paths = call.tree.tensor_paths
-        self.unnamed = [paths[leaf] for leaf in fit.dims() if not fills[leaf][1]]
-        """Padded arguments for which no `pad` is given: what stands there must not matter."""
-        self._lent = {
-            id(t)
-            for path, t in zip(paths, call.tensors, strict=True)
-            if root_of(path) in static and is_large(t)
-        }
-        """Arguments by reference of which no copy is made, as of any memory of their size."""
-        self._exact: list[Tensor] = []
 
-    def exact(self) -> _Run:
-        """The run that eager makes."""
-        known = self._exacts.of(self.lessons, self.call)
-        if known is not None:
-            run, self.cuts = known
-        else:
-            run = self._run(self._copies(self.call.tensors), self._whole)
-            self.check_offences()
-            self._exacts.keep(self.lessons, self.call, run, self.cuts)
-        self._exact = run.results
-        return run
+def _check_rows_left(runs: Runs, exact: Run, padded: Run) -> None:
+    """Raise where an attribute would have the rows of a bucket, also where nothing else can be compared."""
+    for name in exact.python.keys() & padded.python.keys() if runs.state else ():
+        here, there = tuple(padded.python[name].shape), tuple(exact.python[name].shape)
+        if here != there:
+            what = f"{name} depends on the padding: {here} padded, {there} at its exact size"
+            raise runs.error(what, SIZE)
 
-    def check_offences(self) -> None:
-        """Raise for what the latest run did that no graph can hold."""
-        found = None if self.watch is None else self.lessons.offence(self.watch, ())
-        if found is not None:
-            raise again(found)
 
-    def say_trusted(self) -> None:
-        """Say what the latest run was about to write, so that nothing could be compared."""
-        assert self.watch is not None, "a run was made"
-        names = large_writes(self.watch, self.lessons.survey(self.call), self.call)
-        self.lessons.plain.say("untried", trusted(names))
+def _check_writes(runs: Runs, exact: Run, padded: Run) -> None:
+    """Raise where padded rows write memory that live rows leave alone, whatever it holds and they write."""
+    if runs.state and not exact.watch.backward:
+        _check_marks(runs, exact.marks, padded.marks)
+    outside = exact.watch.outside.items()
+    stir = [t for key, t in outside if key in exact.watch.written and t.is_floating_point()]
+    if not runs.state or not stir or exact.watch.backward:
+        return
+    live = runs.live(stir).memory
+    found = runs.padded(stir).memory
+    for name in live.keys() & found.keys():
+        start = stirred(live[name])
+        theirs = (live[name] == start) & (found[name] != start)
+        if theirs.any():
+            raise runs.error(f"padded rows write {int(theirs.sum())} elements of {name}", _ROWS, _SCRATCH)
 
-    def check_rows_left(self, exact: _Run, padded: _Run) -> None:
-        """Raise where an attribute would have the rows of a bucket, also where nothing else can be compared."""
-        for name in exact.python.keys() & padded.python.keys() if self.state else ():
-            here, there = tuple(padded.python[name].shape), tuple(exact.python[name].shape)
-            if here != there:
-                what = f"{name} depends on the padding: {here} padded, {there} at its exact size"
-                raise self._error(what, _SIZE)
 
-    def check_writes(self, exact: _Run, padded: _Run) -> None:
-        """Raise where padded rows write memory that live rows leave alone, whatever it holds and they write."""
-        if self.state and not exact.watch.backward:
-            self._check_marks(exact.marks, padded.marks)
-        outside = exact.watch.outside.items()
-        stir = [t for key, t in outside if key in exact.watch.written and t.is_floating_point()]
-        if not self.state or not stir or exact.watch.backward:
-            return
-        live = self._run(self._copies(self.call.tensors), lambda r, o, t: r, stir).memory
-        found = self.padded(stir).memory
-        for name in live.keys() & found.keys():
-            start = stirred(live[name])
-            alone = (live[name] == start) & (found[name] != start)
-            if alone.any():
-                raise self._error(f"padded rows write {int(alone.sum())} elements of {name}", _ROWS, _SCRATCH)
+def _check_marks(runs: Runs, exact: Marked, padded: Marked) -> None:
+    """What only padded rows write must stay as it is, also where it is another number."""
+    extra: dict[object, Extra] = {}
+    for key, mark in padded.items():
+        live = exact.get(key)
+        places = mark.mask if live is None else mark.mask & ~live.mask
+        if places.any():
+            extra[key] = Extra(mark, places, mark.left if live is None else live.left)
+    found = runs.padded(extra=extra).marks if extra else {}
+    for key, more in extra.items():
+        if more.unseen:
+            runs.lessons.plain.say("unseen", _UNSEEN.format(more.name))
+        if number := more.changed(found.get(key)):
+            raise runs.error(f"padded rows write {number} elements of {more.name}", _ROWS, _SCRATCH)
 
-    def _check_marks(self, exact: Marked, padded: Marked) -> None:
-        """What only padded rows write must stay as it is, also where it is another number."""
-        extra: dict[object, Extra] = {}
-        for key, mark in padded.items():
-            live = exact.get(key)
-            places = mark.mask if live is None else mark.mask & ~live.mask
-            if places.any():
-                extra[key] = Extra(mark, places, mark.left if live is None else live.left)
-        found = self.padded(extra=extra).marks if extra else {}
-        for key, more in extra.items():
-            if more.unseen:
-                self.lessons.plain.say("unseen", f"{_UNSEEN.format(more.name)}")
-            if number := more.changed(found.get(key)):
-                raise self._error(f"padded rows write {number} elements of {more.name}", _ROWS, _SCRATCH)
 
-    def padded(
-        self,
-        stir: Sequence[Tensor] = (),
-        *,
-        other: bool = False,
-        extra: Mapping[object, Extra] = MappingProxyType({}),
-    ) -> _Run:
-        """A run of the bucket's size, its results cut; `other`: with other padding where none was named."""
-        fills = [from_batch if other and not chosen else fill for fill, chosen in self.fills]
-        detached = {id(t): t if id(t) in self._lent else t.detach() for t in self.call.tensors}
-        padded = self.fit.padded([detached[id(t)] for t in self.call.tensors], fills)
-        tensors = self._copies(padded)
-        return self._run(tensors, self._cut, stir, extra)
+def _compare(runs: Runs, expected: Run, found: Run, *, rounding: bool) -> None:
+    """Raise for the first thing that differs between two runs."""
+    if expected.tree != found.tree or expected.tokens != found.tokens:
+        raise runs.error("returns other values, not tensors, when padded", SIZE)
+    paths = [f"`{path}`" for path in expected.tree.tensor_paths]
+    arguments = [f"argument `{path}`" for path in runs.call.tree.tensor_paths]
+    for names, left, right in (
+        (paths, expected.results, found.results),
+        (arguments, expected.arguments, found.arguments),
+    ):
+        _compare_all(
+            runs, dict(zip(names, left, strict=True)), dict(zip(names, right, strict=True)), rounding
+        )
+    if runs.state:
+        _compare_all(runs, expected.state, found.state, rounding)
+    _compare_all(runs, expected.grads, found.grads, rounding)
 
-    def _guard(self, log: UndoLog, tensors: Sequence[Tensor]) -> None:
-        """Let no run write what is not put back; its own copies need not be."""
-        log.spares = lambda: True
-        for tensor in tensors:
-            if id(tensor) not in self._lent:
-                log.born(tensor)
 
-    @contextmanager
-    def _blaming(self, cut: Cutter) -> Iterator[None]:
-        """What only a padded run raises is the padding's fault; what the backend raises around it is not."""
-        try:
-            yield
-        except PaddingError:
-            raise
-        except Exception as error:
-            if cut != self._cut or self.lessons.setting.backend.is_oom(error):
-                raise
-            raise self._error(f"raises {error!r} when padded", "it runs at its exact size") from error
-
-    def _copies(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Copies, laid out alike, that a run may write and take gradients of; one tensor given twice stays one."""
-        made: dict[int, Tensor] = {}
-        for tensor, own in zip(tensors, self.call.tensors, strict=True):
-            if id(tensor) in self._lent:
-                made[id(tensor)] = tensor
-            elif id(tensor) not in made:
-                with torch.inference_mode(own.is_inference()), torch.no_grad():
-                    mine = copied(tensor.detach())
-                made[id(tensor)] = mine.requires_grad_() if own.requires_grad else mine
-        return tuple(made[id(t)] for t in tensors)
-
-    def _whole(
-        self, results: list[Tensor], outside: Collection[int], tensors: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """The results of the exact run, which show what each lies in."""
-        self.cuts = [Learner() for _ in results]
-        teach(self.cuts, self.fit.live, results, tensors, lambda _, result: family_key(result) in outside)
-        return results
-
-    def _cut(
-        self, results: list[Tensor], outside: Collection[int], tensors: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Cut the results of a padded run; the first one shows which way of several is right."""
-        fit = self.fit
-        if len(results) != len(self.cuts):
-            raise self._error(f"returns {len(results)} tensors, not {len(self.cuts)}, when padded", _SIZE)
-        if any(r.dim() != e.dim() for r, e in zip(results, self._exact, strict=True)):
-            raise self._error("returns tensors of other dimensions when padded", _SIZE)
-        teach(self.cuts, fit.full, results, tensors, lambda _, result: family_key(result) in outside)
-        cut: list[Tensor] = []
-        for learner, result, expected in zip(self.cuts, results, self._exact, strict=True):
-            ways = [(way, way(result, fit.live, fit.full)) for way in learner.cuts(fit)]
-            near = [w for w in ways if unlike(expected, w[1].detach(), rounding=True) is None]
-            learner.choose(fit, [way for way, _ in near or ways])
-            cut.append((near or ways)[0][1])
-        return cut
-
-    def _run(
-        self,
-        tensors: tuple[Tensor, ...],
-        cut: Cutter,
-        stir: Sequence[Tensor] = (),
-        extra: Mapping[object, Extra] = MappingProxyType({}),
-    ) -> _Run:
-        lessons, backend = self.lessons, self.lessons.setting.backend
-        call = Call(self.call.tree, self.call.tree.rebuild(tensors, self.call.consts), tensors)
-        survey = lessons.survey(call)
-        with (
-            backend.scope(self.device, aside=not torch.is_grad_enabled()),
-            trial(backend, self.device, survey, lessons.known_generators()) as log,
-        ):
-            self._guard(log, tensors)
-            for tensor in stir:
-                log.before_write(tensor)
-                memory_of(tensor).copy_(stirred(memory_of(tensor)))
-            memory = dict(zip(call.tree.tensor_paths, tensors, strict=True))
-            for key, more in extra.items():
-                tensor = memory[key] if isinstance(key, str) else more.tensor
-                log.before_write(tensor)
-                more.begin(memory_of(tensor))
-            watch = Watch(self.device, given=tensors, undo=log)
-            self.watch = watch
-            marks = Marks(self._unstirred(watch, tensors))
-            with watching(watch, backend.listen), marks, steps(), self._blaming(cut):
-                result = lessons.setting.run(call.values)
-            with self._blaming(cut):
-                run = self._taken(result, watch, marks, survey, call, cut)
-        left = [*run.results, *run.state.values(), *run.arguments, *run.grads.values()]
-        backend.hand_over([*left, *(t for mark in run.marks.values() for t in (mark.mask, mark.left))])
-        return run
-
-    def _unstirred(self, watch: Watch, tensors: Sequence[Tensor]) -> Callable[[Tensor], bool]:
-        """What no other start is tried for: integers, which may be indices, and arguments that are not padded."""
-        dims = self.fit.dims()
-        whole = {family_key(t) for leaf, t in enumerate(tensors) if leaf not in dims}
-
-        def wanted(tensor: Tensor) -> bool:
-            key = family_key(tensor)
-            if tensor.layout is not torch.strided or key in watch.born or is_large(tensor):
-                return False
-            return key in whole if key in watch.given else not tensor.is_floating_point()
-
-        return wanted
-
-    def _taken(
-        self, result: Any, watch: Watch, marks: Marks, survey: Survey, call: Call, cut: Cutter
-    ) -> _Run:
-        """Copy what a run left while it is still there."""
-        roots = (result,)
-        tree = tree_of(roots, ["output"])
-        found = tree.unpack(roots)
-        assert found is not None, "a value has the structure that was read off it"
-        names = {family_key(t): f"`{place.name}`" for place, t in survey.tensors()}
-        live = cut(list(found[0]), names.keys() | watch.outside.keys(), call.tensors)
-        memory, python = (written(watch, names), self._rebound(survey, call)) if self.state else ({}, {})
-        grads = {} if watch.backward else self._gradients(live, watch.outside, call, names)
-        arguments = [
-            torch.empty(0) if id(t) in self._lent else self.fit.lives(i, t.detach()).clone()
-            for i, t in enumerate(call.tensors)
-        ]
-        results = [t.detach().clone() for t in live]
-        marked = self._named(marks, names, call)
-        return _Run(tree, found[1], results, memory, python, arguments, grads, marked, watch)
-
-    def _named(self, marks: Marks, names: dict[int, str], call: Call) -> Marked:
-        paths = {family_key(t): path for path, t in zip(call.tree.tensor_paths, call.tensors, strict=True)}
-        named = names | {key: f"argument `{path}`" for key, path in paths.items()}
-        # Of an argument each run has a copy of its own.
-        return {paths.get(key, key): mark for key, mark in marks.found(named).items()}
-
-    def _rebound(self, survey: Survey, call: Call) -> dict[str, Tensor]:
-        """The tensors that the run left in Python's hands: attributes, and gradients of parameters."""
-        changes = survey.changes(self.lessons.survey(call))
-        dims = self.fit.dims()
-        mine = {family_key(t): call.tree.tensor_paths[i] for i, t in enumerate(call.tensors) if i in dims}
-        for change in changes if self.state else ():
-            path = mine.get(family_key(change.after)) if isinstance(change.after, Tensor) else None
-            if path is not None:
-                raise self._error(f"`{change.place.name}` is left as memory of `{path}`", _COPY, _CLONE)
-        left = {f"`{c.place.name}`": c.after for c in changes if isinstance(c.after, Tensor)}
-        for place, leaf in survey.tensors():
-            if leaf.is_leaf and leaf.requires_grad and leaf.grad is not None:
-                left[f"`{place.name}.grad`"] = leaf.grad
-        return {name: tensor.detach().clone() for name, tensor in left.items()}
-
-    def _gradients(
-        self, live: Sequence[Tensor], outside: dict[int, Tensor], call: Call, names: dict[int, str]
-    ) -> dict[str, Tensor]:
-        """Gradients of a weighted sum of the live results."""
-        graded = [r for r in live if r.requires_grad] if torch.is_grad_enabled() else []
-        found: dict[str, tuple[int, Tensor]] = {}
-        for leaf, (path, tensor) in enumerate(zip(call.tree.tensor_paths, call.tensors, strict=True)):
-            if tensor.requires_grad:
-                found[f"`{path}`"] = (leaf, tensor)
-        for key, tensor in outside.items():
-            if tensor.requires_grad:
-                found[names.get(key, f"a tensor {tuple(tensor.shape)} from outside")] = (-1, tensor)
-        wanted = {name: tensor for name, (_, tensor) in found.items()}
-        incoming, is_oom = [weights(r) for r in graded], self.lessons.setting.backend.is_oom
-        made = gradients(graded, incoming, wanted, is_oom) or {}
-        return {
-            f"the gradient of {name}": self.fit.lives(found[name][0], g).clone()
-            for name, g in made.items()
-            if g is not None
-        }
-
-    def compare(self, expected: _Run, found: _Run, *, rounding: bool) -> None:
-        """Raise for the first thing that differs between two runs."""
-        if expected.tree != found.tree or expected.tokens != found.tokens:
-            raise self._error("returns other values, not tensors, when padded", _SIZE)
-        paths = [f"`{path}`" for path in expected.tree.tensor_paths]
-        arguments = [f"argument `{path}`" for path in self.call.tree.tensor_paths]
-        for names, left, right in (
-            (paths, expected.results, found.results),
-            (arguments, expected.arguments, found.arguments),
-        ):
-            self._compare_all(
-                dict(zip(names, left, strict=True)), dict(zip(names, right, strict=True)), rounding
-            )
-        if self.state:
-            self._compare_all(expected.state, found.state, rounding)
-        self._compare_all(expected.grads, found.grads, rounding)
-
-    def _compare_all(self, expected: dict[str, Tensor], found: dict[str, Tensor], rounding: bool) -> None:
-        for name in {**expected, **found}:
-            if name not in expected or name not in found:
-                raise self._error(f"{name} is written in one run only", _SIZE)
-            what = unlike(expected[name], found[name], rounding=rounding)
-            if what is not None:
-                with_what = "the padding" if rounding else "what the padding holds"
-                raise self._error(f"{name} depends on {with_what}: {what}", _SIZE)
-
-    def _error(self, what: str, why: str, fix: str = "") -> PaddingError:
-        return padding_error(self.lessons.setting.name, self.fit, what, why, fix or remedy(self.unnamed))
+def _compare_all(runs: Runs, expected: dict[str, Tensor], found: dict[str, Tensor], rounding: bool) -> None:
+    for name in {**expected, **found}:
+        if name not in expected or name not in found:
+            raise runs.error(f"{name} is written in one run only", SIZE)
+        what = unlike(expected[name], found[name], rounding=rounding)
+        if what is not None:
+            with_what = "the padding" if rounding else "what the padding holds"
+            raise runs.error(f"{name} depends on {with_what}: {what}", SIZE)

@@ -90,7 +90,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     ),
     5: (
         *("_ahead", "_entries", "_exacts", "_habits", "_lessons", "_life", "_numbers", "_plain", "_proofs"),
-        *("_gradients", "_recorder", "_rehearsal", "_sizes", "_untried", "_verify"),
+        *("_gradients", "_proof_runs", "_recorder", "_rehearsal", "_sizes", "_untried", "_verify"),
     ),
     6: ("_check", "_decorate", "_method", "_module", "_wrapper"),
     7: (
@@ -163,7 +163,8 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_life": ("_entries", "_habits", "_lessons", "_plain", "_recorder"),
     "_ahead": ("_entries", "_life", "_rehearsal", "_sizes"),
     "_exacts": ("_lessons",),
-    "_proofs": ("_exacts", "_gradients", "_lessons"),
+    "_proof_runs": ("_exacts", "_gradients", "_lessons"),
+    "_proofs": ("_exacts", "_lessons", "_proof_runs"),
     "_sizes": ("_exacts", "_life", "_proofs", "_rehearsal", "_untried"),
     "_untried": ("_life",),
     "_verify": ("_gradients",),
