@@ -71,7 +71,7 @@ def view_of(base: Tensor, like: Tensor, byte: int, size: Sequence[int], stride: 
     else:
         with torch.inference_mode(base.is_inference()):
             view = torch.empty(0, dtype=like.dtype, device=base.device)
-        view.set_(base.untyped_storage(), offset, size, stride)
+            view.set_(base.untyped_storage(), offset, size, stride)
     return with_bits(view, like)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ._layout import family_key, first_byte, is_dense, overlaps_itself, span, view_of
+from ._layout import family_key, first_byte, is_dense, overlaps_itself, span, view_of, with_bits
 from ._pool import GraphPool
 from .backends.base import Backend, Loan
 
@@ -159,11 +159,13 @@ class ResultPlan:
         return make
 
     def moded(self, launch: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
-        """Make the copies in the inference mode in which the run made its results, where all agree."""
-        modes = {t.is_inference() for t in self.copied}
-        if len(modes) != 1 or modes == {torch.is_inference_mode_enabled()}:
+        """Make the copies in the inference mode in which the run made its results; once more, where it made some in each."""
+        modes = [t.is_inference() for t in self.copied]
+        if len({*modes, torch.is_inference_mode_enabled()}) == 1:
             return launch
-        inference = modes.pop()
+        if len({*modes}) > 1:
+            return lambda: [*map(_recast, launch(), modes)]
+        inference = modes[0]
 
         def switched() -> Sequence[Tensor]:
             with torch.inference_mode(inference):
@@ -204,8 +206,7 @@ class ResultPlan:
                 return lambda sources, fresh, tied: tied[primary]
             return self._views.get(id(result)) or self._add_view(result, primary, low)
         if self.copied[position] is result:
-            mixed = len({r.is_inference() for r in self.results}) > 1
-            return _Recast(position, result.is_inference()) if mixed else Copied(position)
+            return Copied(position)
         return lambda sources, fresh, tied: _view(fresh[position], result, byte)
 
     def _add_view(self, result: Tensor, primary: int, low: int) -> _View:
@@ -241,8 +242,9 @@ class ResultPlan:
         ):
             self.copied.append(chosen)
         else:
-            flat = torch.empty(0, dtype=torch.uint8, device=chosen.device)
-            self.copied.append(flat.set_(chosen.untyped_storage(), low, (high - low,), (1,)))
+            with torch.inference_mode(chosen.is_inference()):
+                flat = torch.empty(0, dtype=torch.uint8, device=chosen.device)
+                self.copied.append(flat.set_(chosen.untyped_storage(), low, (high - low,), (1,)))
         position = len(self.copied) - 1
         if primary is not None:
             leaf = next(i for i, r in enumerate(self.results) if r is primary or r._base is primary)
@@ -282,7 +284,14 @@ def _view(base: Tensor, result: Tensor, byte: int) -> Tensor:
     """The same view as a result, of another base; with gradients where the result has them."""
     if base.requires_grad and not result.requires_grad:
         base = base.detach()
-    return view_of(base, result, byte, result.shape, result.stride())
+    made = view_of(base, result, byte, result.shape, result.stride())
+    if made.is_inference() == result.is_inference():
+        return made
+    # As torch makes a view of another dtype outside of the mode in which its base was made.
+    with torch.inference_mode(result.is_inference()):
+        alias = torch.empty(0, dtype=result.dtype, device=result.device)
+        alias.set_(base.untyped_storage(), made.storage_offset(), result.shape, result.stride())
+        return with_bits(alias, result)
 
 
 def _part(primary: Primary, copied: Sources, fresh: Sequence[Tensor]) -> Tensor:
@@ -320,19 +329,12 @@ class Copied:
         return fresh[self.position]
 
 
-class _Recast(Copied):
-    """A copy that must be made once more, in the inference mode of its result: the results are of both."""
-
-    def __init__(self, position: int, inference: bool) -> None:
-        super().__init__(position)
-        self.inference = inference
-
-    def __call__(self, sources: Sources, fresh: Sequence[Tensor], tied: list[Any]) -> Tensor:
-        made = fresh[self.position]
-        if made.is_inference() == self.inference:
-            return made
-        with torch.inference_mode(self.inference):
-            return made.clone()
+def _recast(made: Tensor, inference: bool) -> Tensor:
+    """The same in the inference mode of the result that it is for."""
+    if made.is_inference() == inference:
+        return made
+    with torch.inference_mode(inference):
+        return made.clone()
 
 
 def _by_storage(tensors: Iterable[tuple[T, Tensor]]) -> dict[int, list[tuple[T, Tensor]]]:

@@ -103,6 +103,36 @@ def test_b01_static_result_as_argument_of_a_first_call(backend, device, buckets,
         equal(x * weight, other(x, x))
 
 
+def made_in_inference(x):
+    with torch.inference_mode():
+        return x.relu(), x * 2
+
+
+INFERRED = {
+    "a view": lambda x: made_in_inference(x)[0][0],
+    "views of one": lambda x: (row := made_in_inference(x)[0][0], row[...], row[1:]),
+    "one and a view of it": lambda x: (one := made_in_inference(x)[0], one[0]),
+    "both kinds": lambda x: (*(h := made_in_inference(x))[0], h[1], x + 1, (x - 1)[0], (x - 1)[0].double()),
+    "another dtype": lambda x: (
+        one := made_in_inference(x)[0],
+        one.view(torch.int32),
+        one[1:].view(torch.int32),
+    ),
+}
+
+
+@pytest.mark.parametrize("outputs", ["fresh", "static"])
+@pytest.mark.parametrize("buckets", [None, [4, 8]])
+@pytest.mark.parametrize("kind", INFERRED)
+def test_b01_results_made_in_inference_mode_inside(backend, device, kind, buckets, outputs):
+    """Results that a part under inference mode made are inference tensors, views of them and of each other too."""
+    function = INFERRED[kind]
+    graphed = graphify(function, backend=backend, buckets=buckets, outputs=outputs)
+    for x in [r.to(device) for r in rows(4, 4, count=6)]:
+        equal(function(x), graphed(x))
+    assert counts(graphed)[2] > 0
+
+
 def test_b02_output_fed_back_as_input(backend, device):
     """`y = G(y)`, again and again, equals eager at every step."""
     for outputs in ("fresh", "static"):
