@@ -50,6 +50,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     ),
     2: (
         *(
+            "_found",
             "_grads",
             "_guards",
             "_lifted",
@@ -120,7 +121,8 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_tree": ("_constants", "_tree_code"),
     "_signature": ("_ambient", "_constants", "_specs", "_tree"),
     "_guards": ("_places", "_survey"),
-    "_survey": ("_places",),
+    "_found": ("_places",),
+    "_survey": ("_found", "_places"),
     "_standing": ("_guards", "_survey"),
     "_grads": ("_guards",),
     "_lifted": ("_places", "_undo"),

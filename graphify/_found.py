@@ -1,0 +1,154 @@
+"""What a survey found, how two surveys differ, and how all that one found is put back."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from ._places import MISSING, Bulk, Change, Place, TensorFacts, is_plain, same, truncate
+
+__all__ = ["Found"]
+
+
+class Found:
+    """What a survey met, as it was then: places, lengths, content compared as a whole, tensors."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, Any], tuple[Place, Any]] = {}
+        self.sizes: list[tuple[Any, list[Any], str]] = []
+        self.bulk: list[Bulk] = []
+        self.tensor_facts: list[tuple[Tensor, str, TensorFacts]] = []
+        self.generators: list[torch.Generator] = []
+        self.hooks: list[tuple[Any, int, str]] = []
+        self.registries: list[dict[str, Any]] = []
+        self.optimizers: list[tuple[str, Optimizer]] = []
+        self.held: list[tuple[Place, Tensor]] = []
+        self.seen: dict[int, Any] = {}
+        self._keys: dict[int, list[Any]] = {}
+        self.queue: deque[tuple[Any, str]] = deque()
+        self.base: Self | None = None
+        self._base_holds: Callable[[], bool] = bool
+
+    def fork(self, holds: Callable[[], bool]) -> Self:
+        """The same survey to add to; `holds` tells whether all is as this one found it."""
+        made = copy(self)
+        made.places, made.seen, made._keys = dict(self.places), dict(self.seen), dict(self._keys)
+        made.sizes, made.bulk, made.tensor_facts = [*self.sizes], [*self.bulk], [*self.tensor_facts]
+        made.generators, made.hooks, made.held = [*self.generators], [*self.hooks], [*self.held]
+        made.optimizers, made.registries, made.queue = [*self.optimizers], [*self.registries], deque()
+        made.base, made._base_holds = self, holds
+        return made
+
+    def added(self) -> list[tuple[Place, Any]]:
+        """The places that the survey below this one does not have, or not so."""
+        below = {} if self.base is None else self.base.places
+        return [held for key, held in self.places.items() if below.get(key) is not held]
+
+    def holds(self, value: Any) -> bool:
+        """Whether the survey met this very object."""
+        return id(value) in self.seen
+
+    def tensors(self) -> Iterator[tuple[Place, Tensor]]:
+        """The places that hold tensors, those of an optimizer that are compared as a whole included."""
+        found = ((place, value) for place, value in self.places.values() if issubclass(type(value), Tensor))
+        return itertools.chain(found, self.held)
+
+    def changes(self, after: Found) -> list[Change]:
+        """What happened between this survey and a later one of the same roots."""
+        found = []
+        base = self.base if self.base is after.base else None  # which held just now
+        known, bulks, facts_known = _extent(base)
+        for key, (place, now) in islice(after.places.items(), known, None):
+            if key in self.places and not same(now, self.places[key][1]):
+                found.append(Change(place, self.places[key][1], now))
+            elif key not in self.places and self._was_absent(place):
+                found.append(Change(place, MISSING, now))
+        for key, (place, before) in islice(self.places.items(), known, None):
+            if key not in after.places and place.read() is MISSING:
+                found.append(Change(place, before, MISSING))
+        bulk = [b for b in self.bulk[bulks:] if b.read() != b.content]
+        found += [Change(Place(b, None, "bulk", b.name), b.content, b.read()) for b in bulk]
+        moved = [
+            (t, name, facts) for t, name, facts in self.tensor_facts[facts_known:] if not facts.same_as(t)
+        ]
+        return found + [Change(Place(t, None, "tensor", name), facts, t) for t, name, facts in moved]
+
+    def _was_absent(self, place: Place) -> bool:
+        """Whether a container that this survey knows did not have this key then."""
+        keys = self._keys.get(id(place.container))
+        if keys is None:
+            return False
+        return place.key >= len(keys) if isinstance(place.container, (list, deque)) else place.key not in keys
+
+    def adopt(self, after: Found, changed: set[tuple[int, Any]]) -> None:
+        """Take over places that only a later survey met, unless they changed."""
+        known, _, _ = _extent(self.base if self.base is after.base else None)
+        for key, held in islice(after.places.items(), known, None):
+            if key not in changed and self.holds(held[0].container):
+                self.places.setdefault(key, held)
+
+    def restore(self) -> None:
+        """Put back what the surveyed places held, and the length of the surveyed lists and dicts."""
+        base = self.base if self._base_holds() else None
+        known, bulks, facts_known = _extent(base)
+        for container, keys, _ in self.sizes[0 if base is None else len(base.sizes) :]:
+            truncate(container, keys)
+        for bulk in self.bulk[bulks:]:
+            if bulk.read() != bulk.content:
+                bulk.restore()
+        for tensor, _, facts in self.tensor_facts[facts_known:]:
+            facts.restore(tensor)
+        for place, value in islice(self.places.values(), known, None):
+            if place.read() is not value:
+                place.write(value)
+
+    def add(self, place: Place) -> None:
+        """Note what a place holds now, and reach that."""
+        value = place.read()
+        if value is MISSING or place.id in self.places:
+            return
+        self.places[place.id] = (place, value)
+        self.seen[id(place.container)] = place.container
+        if isinstance(value, Tensor):
+            self.meet(value, place.name)
+        self.reach(value, place.name)
+
+    def add_all(self, places: Iterable[Place]) -> None:
+        """The same for many."""
+        for place in places:
+            self.add(place)
+
+    def meet(self, tensor: Tensor, name: str) -> None:
+        """Note what the tensor is over now."""
+        if id(tensor) not in self.seen:
+            self.seen[id(tensor)] = tensor
+            self.tensor_facts.append((tensor, name, TensorFacts(tensor)))
+
+    def reach(self, value: Any, name: str) -> None:
+        """Queue an object for its walk, unless it was met before or has nothing inside."""
+        if id(value) in self.seen or isinstance(value, Tensor) or is_plain(value):
+            return
+        self.seen[id(value)] = value
+        self.queue.append((value, name))
+
+    def size(self, container: Any, name: str) -> None:
+        """Note the length of a list or the keys of a dict."""
+        self.seen[id(container)] = container
+        if not isinstance(container, tuple):
+            keys = list(container) if isinstance(container, dict) else [None] * len(container)
+            self.sizes.append((container, keys, name))
+            self._keys[id(container)] = keys
+
+
+def _extent(base: Found | None) -> tuple[int, int, int]:
+    """How many places, contents and tensors a fork has of its base, before its own."""
+    return (0, 0, 0) if base is None else (len(base.places), len(base.bulk), len(base.tensor_facts))
