@@ -36,6 +36,7 @@ from graphify.testing import (
     programs,
     training_sequences,
 )
+from graphify.testing._compare import Comparison
 
 Wrap = Callable[[Any], Callable[..., Any]]
 NAMES = {name: getattr(graphify.testing, name) for name in graphify.testing.__all__}
@@ -337,6 +338,20 @@ def test_gradients_may_be_fresher_than_eagers_but_not_less_fresh() -> None:
     assert_matches_eager(Joined(), calls, graphed=freshly)
     with pytest.raises(AssertionError, match=r"self.right.grad: aliasing: eager has its own memory"):
         assert_matches_eager(Apart(), calls, graphed=shared)
+
+
+def test_strides_of_gradients_where_they_matter() -> None:
+    """Of two gradients the stride of a dimension of size 1 does not count; any other does, as in results all do."""
+    told = []
+    for shape in ((1, 4), (3, 4)):
+        one, other = (torch.ones(shape, requires_grad=True) for _ in range(2))
+        one.grad, other.grad = torch.ones(shape), torch.ones(shape[::-1]).t()
+        both = Comparison()
+        both.walk("x", one, other)
+        both.walk("y", one.grad.clone(), other.grad.clone())
+        told.append(both.take())
+    assert told[0] == ["y: stride: eager (4, 1), graphed (1, 1)"]
+    assert told[1] == [f"{path}: stride: eager (4, 1), graphed (1, 3)" for path in ("x.grad", "y")]
 
 
 def test_gradients_of_the_base_of_an_argument_are_compared() -> None:

@@ -63,7 +63,11 @@ class Comparison:
             self._compound(path, eager, graphed)
 
     def gradients(self, path: str, eager: Any, graphed: Any) -> None:
-        """Compare gradients: eager's may share memory with each other where the graphed ones are fresh."""
+        """Compare gradients: eager's may share memory with each other where the graphed ones are fresh.
+
+        The stride of a dimension of size 1 is not compared: there it depends on whether torch took a gradient over
+        or added to one.
+        """
         outer, self._in_gradients = self._in_gradients, True
         self.walk(path, eager, graphed)
         self._in_gradients = outer
@@ -92,7 +96,8 @@ class Comparison:
         self.pairs.append((path, eager, graphed))
         if eager is graphed or not self._first_time(eager, graphed):
             return
-        self.differences += [f"{path}: {text}" for text in tensor_differences(eager, graphed)]
+        found = tensor_differences(eager, graphed, single=not self._in_gradients)
+        self.differences += [f"{path}: {text}" for text in found]
         self._gradients_of(path.removesuffix(self.suffix), eager, graphed)
         if eager._base is not None and graphed._base is not None:
             self._gradients_of(f"{path.removesuffix(self.suffix)}._base", eager._base, graphed._base)
@@ -148,8 +153,11 @@ class Comparison:
                 self._differ(paths[index], "aliasing", *texts)
 
 
-def tensor_differences(eager: Tensor, graphed: Tensor) -> list[str]:
-    """What a user can tell apart in two tensors, memory aside; values bit for bit, NaN equal to NaN."""
+def tensor_differences(eager: Tensor, graphed: Tensor, *, single: bool = True) -> list[str]:
+    """What a user can tell apart in two tensors, memory aside; values bit for bit, NaN equal to NaN.
+
+    `single`: whether the stride of a dimension of size 1 counts.
+    """
     found = [
         f"{name}: eager {_plain(getattr(eager, name))}, graphed {_plain(getattr(graphed, name))}"
         for name in _SCHEMA
@@ -166,7 +174,8 @@ def tensor_differences(eager: Tensor, graphed: Tensor) -> list[str]:
         found.append(f"type: eager {type(eager).__name__}, graphed {type(graphed).__name__}")
     if eager.shape != graphed.shape or eager.dtype != graphed.dtype or eager.layout != torch.strided:
         return found
-    if eager.stride() != graphed.stride():
+    strides = zip(eager.shape, eager.stride(), graphed.stride(), strict=True)
+    if any(left != right for size, left, right in strides if single or size != 1):
         found.append(f"stride: eager {eager.stride()}, graphed {graphed.stride()}")
     return found + list(_value_differences(eager, graphed))
 
