@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from ._cuts import Learner
 from ._graph import Call
@@ -25,7 +26,8 @@ class Run(Protocol):
 R = TypeVar("R", bound=Run)
 
 
-class _Kept(NamedTuple, Generic[R]):
+@dataclass(frozen=True)
+class _Kept(Generic[R]):
     call: Call
     run: R
     cuts: list[Learner]
