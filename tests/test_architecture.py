@@ -398,6 +398,15 @@ def raise_faults(texts: Sources) -> list[str]:
     return [f"{module}:{fault}" for module, text in texts.items() for fault in held_raises(ast.parse(text))]
 
 
+def class_faults(texts: Sources) -> list[str]:
+    """Generic named tuples, at which Python 3.10 raises when it imports the file."""
+    classes = [
+        (m, c) for m, text in texts.items() for c in ast.walk(ast.parse(text)) if isinstance(c, ast.ClassDef)
+    ]
+    found = [(m, c.name, " ".join(map(ast.unparse, c.bases))) for m, c in classes]
+    return [f"{m}.{name}" for m, name, bases in found if "NamedTuple" in bases and "Generic[" in bases]
+
+
 # Character classes keep these patterns from finding themselves.
 FOREIGN = {
     "an absolute local path": r"(?<![\w.:/])/(?:wor[k]|roo[t]|hom[e]|User[s]|mn[t]|tm[p]|op[t])/\w",
@@ -504,6 +513,11 @@ def test_each_private_torch_name_lives_in_one_file() -> None:
 def test_no_frame_holds_what_it_raises() -> None:
     """An error and a frame that holds it are a cycle, in which all that a run made would stay: `errors.again`."""
     assert raise_faults(sources()) == []
+
+
+def test_the_oldest_python_can_make_every_class() -> None:
+    """Python 3.10 has no generic named tuples."""
+    assert class_faults(sources()) == []
 
 
 def test_functions_are_short() -> None:
@@ -668,6 +682,11 @@ class TestTheChecksCanFail:
     def test_raises(self, raised: str, found: bool) -> None:
         """What stays in a variable or is kept is found."""
         assert bool(raise_faults({"a": f"def f():\n    {raised}"})) == found
+
+    def test_classes(self) -> None:
+        """A generic named tuple is found; either alone is not."""
+        assert class_faults({"a": "class K(NamedTuple, Generic[R]): ..."}) == ["a.K"]
+        assert class_faults({"a": "class K(NamedTuple): ...\nclass L(Generic[R]): ..."}) == []
 
     def test_words(self) -> None:
         """A local path and such words are found; a fixture's scope and relative paths are not."""
