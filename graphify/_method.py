@@ -98,7 +98,9 @@ def bind(function: Any, instance: Any) -> Callable[..., Any]:
 
 
 def binds(function: Any) -> bool:
-    """Whether a callable becomes a method in a class body; partials, builtins and plain objects do not."""
+    """Whether a callable becomes a method in a class body; builtins and plain objects do not."""
+    if isinstance(function, functools.partial) and sys.version_info < (3, 14):
+        return False  # Python 3.13 only warns that it will
     return hasattr(type(function), "__get__") and not isinstance(function, (MethodType, MethodWrapperType))
 
 
