@@ -19,9 +19,8 @@ from ._graph import Call
 from ._instances import graphs_of
 from ._layout import family_key
 from ._life import Life
-from ._options import off_everywhere, switch
+from ._options import off_everywhere
 from ._rehearsal import rehearse
-from ._signature import inactive
 from ._sizes import Sized, Sizes
 from ._specification import same_path
 from ._watch import Watch
@@ -65,15 +64,17 @@ _compiler = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lamb
 """What Dynamo has between two of its graphs, where Python runs as it is written; nothing elsewhere."""
 
 
-def may_capture(life: Life, what: str) -> bool:
+def may_capture(life: Life, off: str | None, what: str) -> bool:
     """Whether there is anything to do: where the environment turns all graphs off, there is not, which is said once.
+
+    `off` is why a call here would be a plain one.
 
     Raises:
         CaptureError: just here, calls run the plain function.
     """
-    off = "disabled" if switch.off else inactive() or ("compiling" if _compiler() else None)
-    ours = off == "mode" and any(isinstance(mode, Watch) for mode in dispatch_modes())
-    if ours or (off is None and life.setting.backend.busy()):
+    if off in (None, "nested") and _compiler():
+        off = "compiling"
+    if off == "mode" and any(isinstance(mode, Watch) for mode in dispatch_modes()):
         off = "nested"
     if off is None:
         return True

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._composite import decomposed, is_composite
 from ._illegal import tensors_in
 from ._layout import family_key, with_bits
 from ._material import memory_of
-from ._undo import below, may_write, writes_of
+from ._mode import InfraMode
+from ._undo import below, bytes_of, may_write, writes_of
 
 __all__ = ["Extra", "Mark", "Marks"]
 
@@ -56,7 +56,7 @@ class Extra:
         return int((mark.left[self.places] != self._start).sum())
 
 
-class Marks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Marks(InfraMode):
     """Marks each element that a run on this thread writes of the memory that `wanted` asks for.
 
     An operator that writes there runs twice, first on copies that hold something else at each place: what it
@@ -69,15 +69,6 @@ class Marks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._wanted = wanted
         self.masks: dict[int, tuple[Tensor, Tensor]] = {}
         """By memory: a tensor that lies there, and for each byte whether it was written."""
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Keep `torch.compile` alive inside."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -166,7 +157,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return bytes_of(storage, storage.nbytes())
 
 
 def _otherwise(flat: Tensor, tensor: Tensor) -> Tensor:

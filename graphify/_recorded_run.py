@@ -20,14 +20,19 @@ from ._survey import Survey
 from ._tree import Tree, tensors_of
 from ._trial import HostRandomness
 from ._undo import UndoLog
-from ._verdicts import keeps_random_state, other_flag, other_form, random_draw, side_effect
+from ._verdicts import (
+    changed_container,
+    keeps_random_state,
+    other_flag,
+    other_form,
+    random_draw,
+    side_effect,
+)
 from ._watch import Watch, watching
 from ._whole_step import WholeStep, hooks_on
-from .errors import CaptureError, again
+from .errors import again
 
 __all__ = ["RecordedRun"]
-
-_ONCE = "Python runs when a graph is recorded; a replay repeats device work only"
 
 
 class RecordedRun:
@@ -150,11 +155,7 @@ class RecordedRun:
             or found[1] != self._tokens
             or any(a is not b for a, b in zip(found[0], statics, strict=True))
         ):
-            raise CaptureError(
-                f"`{self.setting.name}` changes a container among its arguments",
-                why=_ONCE,
-                fix="return the new value instead, or write into a tensor with `copy_`",
-            )
+            raise changed_container(self.setting.name)
 
     def _hidden(self, change: Change) -> Change:
         """A change that can be repeated at each call: a field that is only written."""

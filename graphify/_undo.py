@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._illegal import tensors_in
 
-__all__ = ["BELOW_VIEWS", "TooLargeError", "UndoLog", "below", "version_of", "writes_of"]
+__all__ = ["BELOW_VIEWS", "TooLargeError", "UndoLog", "below", "bytes_of", "version_of", "writes_of"]
 
 BELOW_VIEWS = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", torch._C._AutoDispatchBelowAutograd)
 
@@ -159,7 +159,7 @@ class UndoLog:
             self.skipped.append(tensor)
             return
         with below():
-            self._bytes.append((storage, _bytes(storage, storage.nbytes()).clone()))
+            self._bytes.append((storage, bytes_of(storage, storage.nbytes()).clone()))
 
     def check(self) -> None:
         """Raise `TooLargeError` once more where a function has caught it after all."""
@@ -174,9 +174,8 @@ class UndoLog:
         """
         with below():
             for storage, saved in reversed(self._bytes):
-                _bytes(storage, saved.numel()).copy_(
-                    saved
-                )  # `set_` inside gives a shrunk storage its size back
+                # `set_` inside gives a shrunk storage its size back.
+                bytes_of(storage, saved.numel()).copy_(saved)
             for tensor, clone in reversed(self._opaque):
                 tensor.copy_(clone)
             for host in [] if values_only else reversed(self._host.values()):
@@ -198,7 +197,8 @@ def _never() -> bool:
     return False
 
 
-def _bytes(storage: torch.UntypedStorage, size: int) -> Tensor:
+def bytes_of(storage: torch.UntypedStorage, size: int) -> Tensor:
+    """The first bytes of a storage, as one flat tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,), (1,))
 
 

@@ -21,6 +21,7 @@ from ._watch import Watch
 from .errors import CaptureError, InputError
 
 __all__ = [
+    "changed_container",
     "device_refused",
     "given_history",
     "host_reads",
@@ -147,6 +148,15 @@ def other_flag(path: str) -> CaptureError:
         f"`{path}` gets another `requires_grad` in place",
         why="the caller's tensor would not, since a replay changes memory only",
         fix=f"`{path}.detach().requires_grad_()` inside, or `{path}.requires_grad_()` before the call",
+    )
+
+
+def changed_container(name: str) -> CaptureError:
+    """The function changed a list, a dict or another container that it was called with."""
+    return CaptureError(
+        f"`{name}` changes a container among its arguments",
+        why=_ONCE,
+        fix="return the new value instead, or write into a tensor with `copy_`",
     )
 
 

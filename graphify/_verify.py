@@ -14,7 +14,7 @@ from ._gradients import gradients
 from ._graph import Call, Graph, Setting
 from ._layout import family_key
 from ._left import ARGUMENT, GRADIENT, Backward, Left, difference
-from ._material import weights
+from ._material import memory_of, weights
 from ._optimizers import steps
 from ._options import disabled
 from ._survey import Survey
@@ -267,10 +267,8 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor) -> Tensor:
     """All of the memory that a tensor lies in: what is behind a view counts, too."""
-    storage = tensor.untyped_storage()
     with torch.inference_mode(False), below():
-        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+        return memory_of(tensor)
 
 
 def _carriers(graph: Graph, backward: Graph, results: Sequence[Tensor]) -> list[Tensor] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._ambient import current_backward
 from ._code import Executed, is_library, user_line
@@ -18,6 +18,7 @@ from ._composite import decomposed, uncovered
 from ._following import unheard
 from ._illegal import HOST, PLAIN, READ, Offence, foreign, offence, tensors_in
 from ._layout import family_key
+from ._mode import InfraMode
 from ._operators import Operator, operator_of
 from ._undo import UndoLog, version_of, writes_of
 from .errors import CaptureError, again
@@ -28,11 +29,10 @@ aten = torch.ops.aten
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm.forward.__code__
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(InfraMode):
     """Sees every operator of a run on this thread.
 
-    An infra mode: a plain one would switch `torch.compile` off inside the run, for good. Compiled regions
-    stay unseen, which the guards make up for by taking every parameter and buffer as read.
+    Compiled regions stay unseen, which the guards make up for by taking every parameter and buffer as read.
 
     `history` holds tensors on memory from outside that have a grad_fn: older ones, and views that the run made.
     `aliases` holds what the run made on memory that is not its own and that had no history then.
@@ -74,16 +74,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._here = (-1, device.index)
         self._tasks = (-1, current_backward())
         self._start = torch._C._autograd._get_sequence_nr()
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Keep `torch.compile` alive inside."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # The default imports all of Dynamo at the first operator, to keep it out of `__torch_dispatch__`.
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

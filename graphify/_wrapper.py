@@ -207,7 +207,7 @@ class Runner:
             CaptureError: the call cannot be captured, or not here: inside `disabled()`, a trace, a transform, a capture.
             InputError: an argument cannot be staged.
         """
-        if not may_capture(self._life, "capture"):
+        if not may_capture(self._life, self._off(), "capture"):
             return GraphRecord("GRAPHIFY_DISABLE is set", replays=0, nodes=0, bytes=0, seconds=0.0)
         entry = capture_one(self._life, self._ways, *self._located(args, kwargs))
         return next(g for g, e in zip(self.graphs, self._life.entries.ready, strict=True) if e is entry)
@@ -230,7 +230,7 @@ class Runner:
             ValueError: the wrapper has no buckets, or more of them than `max_graphs`.
         """
         sizes = self._sized("capture_buckets")
-        if not may_capture(self._life, "capture_buckets"):
+        if not may_capture(self._life, self._off(), "capture_buckets"):
             return CapturedBuckets(self.name, ())
         located = self._located(args, kwargs)
         axes = sizes.axes_of(located[0], located[2])
@@ -252,7 +252,7 @@ class Runner:
             CaptureError, InputError, PaddingError, ValueError: as `capture_buckets`.
         """
         self._sized("estimate")
-        if not may_capture(self._life, "estimate"):
+        if not may_capture(self._life, self._off(), "estimate"):
             return 0
         probe = Runner(
             self.target, replace(self.options, pool=None, max_graphs=None, max_bytes=None), self.name

@@ -44,6 +44,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
             "_gate",
             "_illegal",
             "_layout",
+            "_mode",
         ),
         *("_nearness", "_padding", "_pulled", "_rules"),
         *("_signature", "_specification", "_specs", "_stand_ins", "_tree", "_tree_code", "buckets", "stats"),

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from .._code import user_line
 from .._composite import calls_others, uncovered
 from .._illegal import tensors_in
+from .._mode import InfraMode
 from .._undo import UndoLog
 from ..errors import CaptureError
 from ._memory import Slot
@@ -24,11 +25,8 @@ __all__ = ["Recorder"]
 _LIFT = torch.ops.aten.lift_fresh.default
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps every operator call of a run, saves what the run writes, and watches the generators.
-
-    An infra mode: a plain one would switch `torch.compile` off inside the run, for good.
-    """
+class Recorder(InfraMode):
+    """Keeps every operator call of a run, saves what the run writes, and watches the generators."""
 
     supports_higher_order_operators = True
 
@@ -41,17 +39,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.pins: Counter[int] = Counter()  # how many aliases the tape holds of each storage
         self._sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._last = "its beginning"
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Keep `torch.compile` alive inside."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # The default imports all of Dynamo at the first operator, only to keep it out of `__torch_dispatch__`;
-        # while the tape records, Dynamo compiles nothing anyway.
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
