@@ -99,8 +99,8 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
         *("__init__", "__main__", "_demo", "_demo_models", "_doctor", "testing", "testing._acts"),
         *("testing._changes", "testing._checks", "testing._compare", "testing._data", "testing._grammar"),
         *("testing._leaves", "testing._matching", "testing._programs", "testing._sequences"),
-        *("testing._statements", "testing._strategies", "testing._trainable", "testing._training"),
-        *("testing._twins", "testing._witness", "testing._worlds", "testing._writer"),
+        *("testing._stateful", "testing._statements", "testing._strategies", "testing._trainable"),
+        *("testing._training", "testing._twins", "testing._witness", "testing._worlds", "testing._writer"),
     ),
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
@@ -186,7 +186,8 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "testing._programs": ("testing._checks", "testing._strategies"),
     "testing._changes": ("testing._checks", "testing._data", "testing._programs"),
     "testing._writer": ("testing._programs", "testing._strategies"),
-    "testing._statements": ("testing._writer",),
+    "testing._stateful": ("testing._writer",),
+    "testing._statements": ("testing._stateful", "testing._writer"),
     "testing._trainable": ("testing._writer",),
     "testing._grammar": (
         "testing._checks",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._stateful import helper, layer, plain_value, read_state, remember, write_cache, write_state
 from ._writer import FLOATS, ROWS, WIDTH, Dims, Var, Writer
 
 __all__ = ["FAMILIES", "host_side"]
@@ -34,6 +35,7 @@ BY_ROW = [
     "{0} * {0}.shape[0]",
     "{0} * torch.arange({0}.shape[0], device={0}.device).view(-1, *[1] * ({0}.dim() - 1))",
 ]
+"""For what has rows."""
 VIEWS: list[tuple[str, Dims | None, Dims | None]] = [
     ("{0}[0]", None, None),
     ("{0}.detach()", None, ()),
@@ -49,6 +51,7 @@ VIEWS: list[tuple[str, Dims | None, Dims | None]] = [
     ("{0}.split(2, 1)[1]", ROWS, ("n", 2)),
     ("{0}.unsqueeze(0).transpose(0, 1).squeeze(1)", ROWS, ROWS),
 ]
+"""Text; the dims it takes, None for any; the dims it gives, None for all but the first, () for the same."""
 BINARY = [
     "{0} + {1}",
     "{0} * {1}",
@@ -67,6 +70,7 @@ REDUCTIONS: list[tuple[str, Dims]] = [
     ("torch.topk({0}, 2, -1).values", ("n", 2)),
     ("{0}.norm()", ()),
 ]
+"""Text, and the dims it gives."""
 RANDOM = [
     "torch.rand_like({0})",
     "{0} + torch.randn({0}.shape, device={0}.device)",
@@ -82,23 +86,7 @@ IN_PLACE = [
     "{0}.clamp_(max=1.0)",
     "{0}.unsqueeze_(0).squeeze_(0)",
 ]
-CACHE_WRITES = [
-    "{0}.index_copy_(0, {1}, {2}.float())",
-    "{0}[{1}] = {2}.float()",
-    "{0}.index_add_(0, {1}, {2}.float())",
-]
 IN_PLACE_ROWS = ["{0}[0] = 0.5", "{0}[0].add_(1.0)", "{0}[..., ::2].mul_(2.0)", "{0}.copy_({0}.flip(0))"]
-
-PLAIN_VALUES = [
-    ("scale", "float", "0.5", "{0} * {1}"),
-    ("flag", "flag", "True", "{0} * 2.0 if {1} else {0} - 1.0"),
-    ("word", "word", "'a'", "{0} * (2.0 if {1} == 'a' else 3.0)"),
-    ("sizes", "pair", "(0.5, 2.0)", "{0} * {1}[1]"),
-]
-DEEP_VALUES = [
-    ("options", "options", "{'scale': 0.5}", "{0} * {1}['scale']"),
-    ("config", "config", "Record(0.5)", "{0} * {1}.value"),
-]
 
 
 def elementwise(w: Writer) -> None:
@@ -236,65 +224,6 @@ def write_out(w: Writer) -> None:
         w.body.append(f"torch.mul({source.name}.to({into.name}.dtype), 2.0, out={into.name})")
 
 
-def layer(w: Writer) -> None:
-    """A module that the program holds."""
-    if var := w.floats(ROWS):
-        name, init = w.choose(
-            [
-                ("lin", f"nn.Linear({WIDTH}, {WIDTH})"),
-                ("drop", "nn.Dropout(0.5)"),
-                ("norm", f"nn.BatchNorm1d({WIDTH})"),
-                ("layer_norm", f"nn.LayerNorm({WIDTH})"),
-                ("net", f"nn.Sequential(nn.Linear({WIDTH}, {WIDTH}), nn.ReLU(), nn.Dropout(0.1))"),
-                ("rnn", f"nn.GRU({WIDTH}, {WIDTH})"),
-            ]
-        )
-        w.min_n = 2 if name == "norm" else w.min_n
-        ref, suffix = w.hold(name, "module", init), "[0]" if name == "rnn" else ""
-        w.let(f"{ref}({var.name}.float()){suffix}", ROWS, "float32")
-
-
-def read_state(w: Writer) -> None:
-    """A tensor held outside, as it is or through a container."""
-    names = [
-        ("buf", f"torch.linspace(0.0, 1.0, {WIDTH})", "{0}", "tensor"),
-        ("plain", f"torch.ones({WIDTH})", "{0}", "tensor"),
-        ("pieces", f'{{"w": torch.full(({WIDTH},), 0.5)}}', '{0}["w"]', "named"),
-        ("pile", f"[torch.full(({WIDTH},), 0.25)]", "{0}[0]", "piled"),
-    ]
-    name, init, text, kind = w.choose(names)
-    w.let(text.format(w.hold(name, kind, init)), (WIDTH,), "float32", frozenset({name}))
-
-
-def write_state(w: Writer) -> None:
-    """Write into a tensor held outside."""
-    buf = w.hold("buf", "tensor", f"torch.linspace(0.0, 1.0, {WIDTH})")
-    texts = [f"{buf}.add_(1.0)", f"{buf}.mul_(0.5)"]
-    if var := w.floats((WIDTH,)):
-        kept = w.kept(var)
-        texts += [f"{buf}.copy_({kept})", f"{buf}.lerp_({kept}.float(), 0.1)"]
-    w.body.append(w.choose(texts))
-
-
-def write_cache(w: Writer) -> None:
-    """Rows into a table at positions, as a cache is filled."""
-    rows = w.floats(ROWS)
-    index = w.find(lambda var: var.dtype == "int64" and var.dims == ("n",))
-    if rows and index:
-        table = w.hold("table", "tensor", f"torch.arange(16.0).view({WIDTH}, {WIDTH})")
-        w.body.append(w.choose(CACHE_WRITES).format(table, index.name, w.kept(rows)))
-        w.let(f"{table}[:2]", (2, WIDTH), "float32", frozenset({"table"}))
-
-
-def plain_value(w: Writer) -> None:
-    """A plain Python value held outside: number, flag, word; also one level deeper."""
-    var = w.floats()
-    if var is None:
-        return
-    name, kind, init, text = w.choose(DEEP_VALUES if w.chance(20) else PLAIN_VALUES)
-    w.let(text.format(var.name, w.hold(name, kind, init)), var.dims, var.dtype)
-
-
 def scalar_argument(w: Writer) -> None:
     """A Python scalar among the arguments, as a number or as a choice."""
     if var := w.floats():
@@ -340,19 +269,6 @@ def block(w: Writer) -> None:
             text, dtype = f"{lin}({var.name}.float()).float()", "float32"
         w.body += [f"with {opening}:", f"    {name} = {text}"]
         w.variables.append(Var(name, ROWS, dtype, writable=not inference))
-
-
-def helper(w: Writer) -> None:
-    """A function beside the program that reads a global of its own."""
-    if var := w.floats():
-        w.help(["FACTOR = 3.0", "def helper(value):", "    return value * FACTOR"])
-        w.let(f"helper({var.name})", var.dims, var.dtype)
-
-
-def remember(w: Writer) -> None:
-    """Bind an attribute, cell or global to a result of this call."""
-    if var := w.floats():
-        w.body.append(f"{w.store('last', 'nothing', 'None')} = {w.kept(var)}")
 
 
 def refuse(w: Writer) -> None:
@@ -404,3 +320,4 @@ FAMILIES += [
     block,
 ]
 FAMILIES += [expand, helper, remember, write_out, write_cache, refuse]
+"""What programs are drawn from; what stands here three times comes three times as often."""
