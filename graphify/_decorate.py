@@ -21,7 +21,7 @@ from typing import (
 from torch import nn
 from typing_extensions import Unpack
 
-from ._method import BoundMethod, GraphedClassMethod, GraphedFunction, GraphedMethod, WeakMethod, plain
+from ._method import GraphedClassMethod, GraphedFunction, GraphedMethod, plain
 from ._module import GraphedModule, runner_of, twin
 from ._wrapper import Options, Runner
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ._pool import GraphPool
     from .buckets import Buckets
 
-__all__ = ["BoundMethod", "GraphedFunction", "WeakMethod", "graphify", "handle"]
+__all__ = ["graphify", "handle"]
 
 M = TypeVar("M", bound=nn.Module)
 C = TypeVar("C")

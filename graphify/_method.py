@@ -12,19 +12,16 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType, MethodWrapperType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, overload
 
 from torch.compiler import is_dynamo_compiling
 
-from ._wrapper import Options, Runner
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from .stats import CapturedBuckets, GraphRecord, Stats
+from ._controls import BoundMethod, Controls
+from ._options import Options
+from ._wrapper import Runner
 
 __all__ = [
-    "BoundMethod",
+    "ONCE",
     "GraphedClassMethod",
     "GraphedFunction",
     "GraphedMethod",
@@ -36,7 +33,6 @@ __all__ = [
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
-R_co = TypeVar("R_co", covariant=True)
 S = TypeVar("S")
 
 
@@ -104,79 +100,7 @@ def binds(function: Any) -> bool:
     return hasattr(type(function), "__get__") and not isinstance(function, (MethodType, MethodWrapperType))
 
 
-class _Controls:
-    """The controls that every graphed callable has, in terms of its runner."""
-
-    __slots__ = ()
-
-    runner: Runner
-
-    def _controlled(self) -> Runner:
-        return self.runner
-
-    def stats(self) -> Stats:
-        """How the calls so far got their results; see `Stats`."""
-        return self._controlled().stats()
-
-    @property
-    def graphs(self) -> tuple[GraphRecord, ...]:
-        """One record per graph: signature, replays, nodes, bytes, capture seconds, unguarded tensors."""
-        return self._controlled().graphs
-
-    def report(self) -> str:
-        """Stats and graphs as a table."""
-        return self._controlled().report()
-
-    def capture(self, *args: Any, **kwargs: Any) -> GraphRecord:
-        """Capture the signature of these arguments ahead of time, without a trace."""
-        return self._controlled().capture(*args, **kwargs)
-
-    def capture_buckets(self, *args: Any, progress: bool = True, **kwargs: Any) -> CapturedBuckets:
-        """Capture all buckets ahead of time from one example, the largest first, without a trace."""
-        return self._controlled().capture_buckets(*args, progress=progress, **kwargs)
-
-    def estimate(self, *args: Any, **kwargs: Any) -> int:
-        """Bytes that the graphs of all buckets would take."""
-        return self._controlled().estimate(*args, **kwargs)
-
-    def seal(self) -> None:
-        """Capture nothing from now on."""
-        self._controlled().seal()
-
-    def buffer(self, name: str) -> Tensor:
-        """The static input of an argument, for producers that write in place."""
-        return self._controlled().buffer(name)
-
-    def reset(self) -> None:
-        """Drop all graphs and their memory; the next call starts anew."""
-        self._controlled().reset()
-
-
-class BoundMethod(Protocol[Q, R_co]):
-    """The type of a graphed method bound to its instance: a `types.MethodType` that has the controls too."""
-
-    @property
-    def __self__(self) -> Any: ...
-    @property
-    def __func__(self) -> Any: ...
-    @property
-    def __wrapped__(self) -> Callable[..., R_co]: ...
-    @property
-    def __name__(self) -> str: ...
-    def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R_co: ...
-    def stats(self) -> Stats: ...
-    @property
-    def graphs(self) -> tuple[GraphRecord, ...]: ...
-    def report(self) -> str: ...
-    def capture(self, *args: Q.args, **kwargs: Q.kwargs) -> GraphRecord: ...
-    def capture_buckets(self, *args: Any, progress: bool = True, **kwargs: Any) -> CapturedBuckets: ...
-    def estimate(self, *args: Q.args, **kwargs: Q.kwargs) -> int: ...
-    def seal(self) -> None: ...
-    def buffer(self, name: str) -> Tensor: ...
-    def reset(self) -> None: ...
-
-
-class GraphedMethod(_Controls, Generic[R]):
+class GraphedMethod(Controls, Generic[R]):
     """The graphs of one instance, in the role of the function of a `types.MethodType`.
 
     That type passes the instance first, and hands on every attribute it has not got itself, the controls
@@ -217,13 +141,14 @@ class _Place(weakref.ref[Any]):
 
 
 def _vacate(place: _Place) -> None:
+    """Clear the place of an instance that died."""
     home = place.home()
     # The id may have been given to another instance by now.
     if home is not None and home._places.get(place.key) is place:
         del home._places[place.key]
 
 
-class GraphedFunction(_Controls, Generic[P, R]):
+class GraphedFunction(Controls, Generic[P, R]):
     """A callable whose calls are replayed as graphs; what `graphify` makes of anything but a module.
 
     In a class body it is a method: attribute access on an instance gives a bound method with graphs of that
@@ -281,6 +206,7 @@ class GraphedFunction(_Controls, Generic[P, R]):
         return MethodType(place.method, instance)
 
     def _settle(self, instance: Any) -> _Place:
+        """The place of an instance, made if it has none."""
         with ONCE.lock:
             place = self._places.get(id(instance))
             if place is not None and place() is instance:
@@ -367,6 +293,7 @@ def travelling(options: Options) -> Options:
 
 
 def _found(module: str | None, qualname: str) -> Any:
+    """What pickle would find under this name."""
     found: Any = sys.modules.get(module or "")
     for part in qualname.split("."):
         found = getattr(found, part, None)

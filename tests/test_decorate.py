@@ -26,7 +26,7 @@ from checks import together
 from torch import Tensor, nn
 
 from graphify import GraphedModule, GraphPool, _method, graphify, handle
-from graphify._decorate import WeakMethod
+from graphify._method import WeakMethod
 
 TAPE: dict[str, Any] = {"backend": "tape"}
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from typing_extensions import assert_type
 
 from graphify import GraphedModule, graphify, handle
-from graphify._decorate import BoundMethod, GraphedFunction
+from graphify._controls import BoundMethod
+from graphify._method import GraphedFunction
 from graphify._wrapper import Runner
 from graphify.stats import GraphRecord, Stats
 
