@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import types
-import warnings
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
@@ -13,22 +12,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from ._compiled import Compiled
+from ._controls import CONTROLS
 from ._method import ONCE, plain, travelling
-from ._wrapper import Options, Runner
-from .errors import GraphifyWarning
+from ._options import Options
+from ._wrapper import Runner
 
-__all__ = ["CONTROLS", "GraphedModule", "runner_of", "twin"]
+__all__ = ["GraphedModule", "runner_of", "twin"]
 
 M = TypeVar("M", bound=nn.Module)
-
-CONTROLS = (
-    *("stats", "graphs", "report", "capture", "capture_buckets", "estimate", "seal", "buffer", "reset"),
-)
-"""What a GraphedModule offers beside the module's own names."""
-
-_HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
-
-_any_global_hook = getattr(torch.nn.modules.module, "_has_any_global_hook", lambda: False)
 
 
 class _Held:
@@ -64,43 +56,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, partial) and isinstance(other, partial):
         return one.func == other.func and one.args == other.args and one.keywords == other.keywords
     return bool(one == other)
-
-
-class Compiled:
-    """The forward of a module on which `module.compile()` was called: its compiled code, hooks left out.
-
-    What compile() made runs the module's own hooks too, and those the twin runs around its graph; a module
-    that has some therefore runs its plain forward.
-    """
-
-    __slots__ = ("__self__", "__weakref__")
-
-    def __init__(self, module: nn.Module) -> None:
-        self.__self__ = module
-
-    @property
-    def __func__(self) -> Any:
-        return type(self.__self__).forward
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.__self__.forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.__self__
-        compiled = module._compiled_call_impl
-        if compiled is None:
-            return module.forward(*args, **kwargs)
-        if not any(getattr(module, hooks) for hooks in _HOOKS) and not _any_global_hook():
-            return compiled(*args, **kwargs)
-        name = type(module).__qualname__
-        warnings.warn(
-            f"`{name}` has hooks, and {name}.compile() compiled them together with the forward: its graphs hold "
-            f"the plain forward. To graph compiled code, write graphify(torch.compile(module)).",
-            GraphifyWarning,
-            stacklevel=2,
-        )
-        return module.forward(*args, **kwargs)
 
 
 class _Forward:
@@ -144,7 +99,8 @@ class GraphedModule(nn.Module):
 
     Copies (`copy.deepcopy`, `pickle`, `torch.save`) are GraphedModules with the same options and no graphs
     yet; a pickled one leaves its `pool` behind. The controls (`stats`, `graphs`, `report`, `capture`,
-    `capture_buckets`, `estimate`, `seal`, `buffer`, `reset`) are found after the module's own names; `graphify.handle(model)` always gives them.
+    `capture_buckets`, `estimate`, `seal`, `buffer`, `reset`) are found after the module's own names;
+    `graphify.handle(model)` always gives them.
 
     Example:
         >>> model = graphify(nn.Linear(8, 4))
@@ -268,6 +224,7 @@ def _attach(made: GraphedModule, module: nn.Module, options: Options) -> Graphed
 
 
 def _blank() -> GraphedModule:
+    """What unpickling begins with: the module may refer to its own twin."""
     blank: GraphedModule = object.__new__(GraphedModule)
     return blank
 
