@@ -12,7 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["HOST", "PLAIN", "READ", "Offence", "foreign", "is_suspect", "offence", "tensors_in"]
+__all__ = [
+    "DETACHED",
+    "HOST",
+    "PLAIN",
+    "READ",
+    "RENEWED",
+    "Offence",
+    "foreign",
+    "is_suspect",
+    "offence",
+    "tensors_in",
+]
 
 aten = torch.ops.aten
 
@@ -31,6 +42,19 @@ class Offence(NamedTuple):
     what: str
     why: str
     fix: str
+
+
+_HISTORY = "a graph repeats device work only, and leaves every history as it is"
+DETACHED = Offence(
+    "`detach_` of a tensor from outside that has a history",
+    _HISTORY,
+    "`.detach()`, which makes another tensor on the same memory, or call `detach_` outside the graphed function",
+)
+RENEWED = Offence(
+    "a tensor from outside that has a history is written in place",
+    _HISTORY,
+    "write under `torch.no_grad()` or write into `.detach()`, or return the new value",
+)
 
 
 def tensors_in(value: Any) -> Sequence[Tensor]:

@@ -72,7 +72,7 @@ class Lessons:
             if before is None:
                 self.plain.say_refused(entry.refusal)
             # A tensor's history cannot be put back, nor large memory: then this call stands, and the next is refused.
-            elif not before.log.skipped and not renewed:
+            elif not (before.log.skipped or renewed or watch.detached):
                 before.undo()
                 # The run is undone, and what it made is no part of the signature that is refused.
                 survey = Survey(self.setting.roots(call), self.executed)

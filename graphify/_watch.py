@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ._ambient import current_backward
 from ._code import Executed, is_library, user_line
 from ._composite import decomposed, uncovered
+from ._detaching import hearing_detach
 from ._following import unheard
-from ._illegal import HOST, PLAIN, READ, Offence, foreign, offence, tensors_in
+from ._illegal import DETACHED, HOST, PLAIN, READ, RENEWED, Offence, foreign, offence, tensors_in
 from ._layout import family_key
 from ._mode import InfraMode
 from ._operators import Operator, operator_of
@@ -64,6 +65,7 @@ class Watch(InfraMode):
         self.history: dict[int, Tensor] = {}
         self.aliases: dict[int, Tensor] = {}
         self.backward = False
+        self.detached = False
         self.device_work = False
         self.drew = False
         self._seeds: set[int] = set()
@@ -186,6 +188,18 @@ class Watch(InfraMode):
             )
         )
 
+    def detaches(self, tensor: Tensor) -> None:
+        """Note a `detach_`, which no dispatcher sees, where the history that is lost is older than the run."""
+        if self._had_history(tensor):
+            self.detached = True
+            self.blame(DETACHED)
+
+    def _had_history(self, tensor: Tensor) -> bool:
+        """Whether a tensor from outside, or what this is a view of, has a history, which nobody could give back."""
+        met = id(tensor) in self.history and id(tensor) not in self.aliases and tensor.grad_fn is not None
+        base = tensor._base
+        return met or self.is_older(tensor) or (base is not None and self._had_history(base))
+
     def is_older(self, tensor: Tensor) -> bool:
         """Whether a tensor has a history that was made before the run."""
         node: Any = tensor.grad_fn
@@ -217,6 +231,9 @@ class Watch(InfraMode):
         for tensor in writes_of(operator.func, args, kwargs):
             key = family_key(tensor)
             self.written.add(key)
+            # A warm-up is real and does as eager; what a recording did to a history could not be put back.
+            if self.strict and tensor.requires_grad and torch.is_grad_enabled() and self._had_history(tensor):
+                self.blame(RENEWED)
             if self.undo is not None and key not in self.born:
                 self.undo.before_write(tensor)
 
@@ -238,7 +255,13 @@ def _averaging() -> Offence | None:
 @contextmanager
 def watching(watch: Watch, listen: Callable[[Callable[[str], None]], Any]) -> Iterator[Watch]:
     """Run the body under a watch, with no cast from outside in autocast's cache, and none left there."""
-    with listen(watch.host_read), watch.executed.following(), _fresh_casts(watch.device), watch:
+    with (
+        hearing_detach(watch.detaches),
+        listen(watch.host_read),
+        watch.executed.following(),
+        _fresh_casts(watch.device),
+        watch,
+    ):
         yield watch
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -334,3 +335,89 @@ def test_an_argument_that_comes_to_need_gradients_inside(backend, device):
     with pytest.raises(CaptureError, match=r"`x` gets another `requires_grad`"):
         graphed(x)
     assert not x.requires_grad
+
+
+class Hidden:
+    """A tensor with a history, which a step finds outside, and one of the ways to change that history."""
+
+    def __init__(self, device: torch.device, change: Callable[[Tensor], Any], quiet: str = "") -> None:
+        self.w = leaf(device, 3)
+        self.h = torch.ones(3, device=device)
+        self.h.add_(self.w)
+        self.node = self.h.grad_fn
+        self.change, self.quiet = change, quiet
+
+    def step(self, x: Tensor) -> Tensor:
+        if not os.path.exists(self.quiet):  # noqa: PTH110  # nothing that a survey would find changed
+            self.change(self.h)
+        return (x * self.h).detach()
+
+    def same(self) -> bool:
+        return self.h.grad_fn is self.node
+
+
+CHANGES = [
+    pytest.param(lambda h: h.detach_(), "`detach_` of a tensor from outside", id="method"),
+    pytest.param(lambda h: torch.detach_(h), "`detach_` of a tensor from outside", id="function"),
+    pytest.param(lambda h: h.mul_(2), "written in place", id="write"),
+    pytest.param(lambda h: h[0].mul_(2), "written in place", id="view"),
+    pytest.param(lambda h: (h.mul_(2), h.detach_()), "written in place", id="both"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES)
+def test_a_recording_that_fails_leaves_histories_alone(backend, device, tmp_path, change, words):
+    """A recording that would change the history of an outside tensor, as no warm-up did, is refused before it does."""
+    quiet = tmp_path / "quiet"
+    hidden = Hidden(device, change, str(quiet))
+    graphed = graphify(hidden.step, backend=backend, fallback="raise")
+    quiet.touch()
+    graphed(torch.randn(3, device=device))
+    quiet.unlink()
+    values = hidden.h.detach().clone()
+    with pytest.raises(CaptureError, match=rf"{words}[\s\S]*test_training_edges"):
+        graphed(torch.randn(3, device=device))
+    assert hidden.same()
+    assert torch.equal(hidden.h, values)
+    (hidden.h * 3).sum().backward()
+    assert torch.equal(hidden.w.grad, torch.full((3,), 3.0, device=device))
+
+
+@pytest.mark.parametrize("fallback", ["raise", "eager"])
+def test_detaching_an_outside_tensor_in_place(backend, device, fallback):
+    """A real call detaches as eager does and is never captured; ahead of time nothing is detached at all."""
+    hidden, x = Hidden(device, lambda h: h.detach_()), torch.randn(3, device=device)
+    graphed = graphify(hidden.step, backend=backend, fallback=fallback)
+    with pytest.raises(CaptureError, match=r"`detach_` of a tensor from outside[\s\S]*detach\(\)"):
+        graphed.capture(x)
+    assert hidden.same()
+    graphed.reset()
+    if fallback == "raise":
+        assert torch.equal(graphed(x), x * (1 + hidden.w.detach()))
+    else:
+        with pytest.warns(GraphifyWarning, match="`detach_` of a tensor from outside"):
+            graphed(x)
+    assert (hidden.h.requires_grad, hidden.h.grad_fn) == (False, None)
+    assert graphed.stats().captures == 0
+
+
+def test_what_a_run_makes_it_may_detach(backend, device):
+    """`detach_` of what the run made, and of an outside tensor without a history, is no matter for anybody."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        w, plain = leaf(device, 3), torch.ones(3, device=device)
+
+        def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+            mine, part = x * w, plain.detach().requires_grad_()
+            mine.detach_()
+            part.detach_()
+            plain.detach_()
+            return mine * w, part * 2
+
+        f = wrap(forward)
+        for _ in range(5):
+            y, z = f(torch.randn(3, device=device))
+            y.sum().backward()
+            yield y, z, w.grad
+
+    assert counts(*same(train, backend)) == (1, 1, 3, 0, 0)
