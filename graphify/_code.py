@@ -23,6 +23,7 @@ __all__ = [
     "CodeNames",
     "Executed",
     "is_library",
+    "is_ours",
     "line_naming",
     "line_of",
     "names_of",
@@ -137,7 +138,7 @@ class Executed:
 
         def note(frame: FrameType) -> bool:
             code = frame.f_code
-            if id(code) in self.codes or code.co_filename.startswith(_OURS) or code.co_names == _NAMED_TUPLE:
+            if id(code) in self.codes or is_ours(code) or code.co_names == _NAMED_TUPLE:
                 return True
             if _is_aside(frame, collecting):
                 return False
@@ -154,11 +155,16 @@ class Executed:
 
 def _is_aside(frame: FrameType | None, collecting: set[int]) -> bool:
     """Whether a frame belongs to a first import or to what the garbage collector calls, and not to the run."""
-    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and not is_ours(frame.f_code):
         if frame.f_code.co_name == "<module>" or id(frame.f_code) in collecting:
             return True
         frame = frame.f_back
     return False
+
+
+def is_ours(code: CodeType) -> bool:
+    """Whether code belongs to graphify."""
+    return code.co_filename.startswith(_OURS)
 
 
 def is_library(filename: str) -> bool:

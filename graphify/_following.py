@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["hearing_calls", "unheard"]
+__all__ = ["claim_tool", "hearing_calls", "unheard"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -100,15 +100,25 @@ def _started(code: CodeType, offset: int) -> Any:
     return None
 
 
+def claim_tool(monitoring: Any, name: str) -> int | None:
+    """A tool that nobody has; debuggers, coverage and profilers take the first ones by custom."""
+    for tool in (4, 3, 2, 1, 0):
+        try:
+            monitoring.use_tool_id(tool, name)
+        except ValueError:  # somebody has it
+            continue
+        return tool
+    return None
+
+
 def _take() -> bool:
     global _tool, _users  # noqa: PLW0603
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
     with _lock:
         _users += 1
         if _tool is None:
-            _tool = next((i for i in (4, 3, 2, 1, 0) if monitoring.get_tool(i) is None), None)
+            _tool = claim_tool(monitoring, "graphify")
             if _tool is not None:
-                monitoring.use_tool_id(_tool, "graphify")
                 monitoring.register_callback(_tool, monitoring.events.PY_START, _started)
                 monitoring.set_events(_tool, monitoring.events.PY_START)
         monitoring.restart_events()

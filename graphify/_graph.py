@@ -14,6 +14,7 @@ from ._flats import Flats
 from ._inputs import StaticInputs
 from ._places import Place
 from ._pool import GraphPool
+from ._repeats import Repeats
 from ._results import Attach, Primary, ResultPlan, lending
 from ._signature import TensorSpec
 from ._standing import Surveys
@@ -88,6 +89,7 @@ class Setting:
     """Whether calls of several sizes share recordings."""
     flats: Flats = field(default_factory=Flats)
     surveys: Surveys = field(default_factory=Surveys)
+    repeats: Repeats = field(default_factory=Repeats)
     lent: set[str] = field(default_factory=set)
     """Arguments whose static input a user writes in place."""
     result: Tree | None = None

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._layout import family_key
 from ._places import Place, is_plain, same
 from ._survey import Survey
 
@@ -163,11 +164,20 @@ def find_place(tensor: Tensor, ignore: Iterable[Any]) -> Place | None:
         if id(holder) in skipped:
             continue
         if isinstance(holder, dict):
-            keys = [k for k, v in list(holder.items()) if v is tensor]
-            if keys:
-                return Place(holder, keys[0], "item", f"an item {keys[0]!r} of a dict")
+            key = _key_of(tensor, holder)
+            if key is not None:
+                return Place(holder, key, "item", f"an item {key!r} of a dict")
         if isinstance(holder, CellType):
             return Place(holder, "", "cell", "a closure variable")
+    return None
+
+
+def _key_of(tensor: Tensor, holder: dict[Any, Any]) -> Any:
+    # A loop: in a comprehension, Python 3.11 would make this very variable one of the cells that are searched.
+    for key, value in list(holder.items()):
+        # Under a key that is made of the tensor no other one will ever be: so are our own dicts.
+        if value is tensor and key != id(tensor) and key != family_key(tensor):
+            return key
     return None
 
 

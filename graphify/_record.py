@@ -17,6 +17,7 @@ from ._graph import Argument, Graph, Order, Outcome, Setting, plan_delivery, pla
 from ._guards import Guard, find_place, once
 from ._layout import family_key, is_dense
 from ._recorded_run import RecordedRun
+from ._repeats import UnlikeError
 from ._results import ResultPlan
 from ._stand_ins import StandInUsedError
 from ._survey import Survey
@@ -75,8 +76,18 @@ def record(
         NeedsGradError: the results need gradients, and the order knows nothing of a backward.
         TangledError: the results are views that gradients cannot be handed out through.
     """
-    run = RecordedRun(setting, order, known, undo)
-    backend, pool, device = setting.backend, setting.pool, order.device
+    run = RecordedRun(setting, order, known, undo, watched=False)
+    try:
+        return _recorded(run, order, generators)
+    except (UnlikeError, CaptureError):
+        if run.example is None:
+            raise
+    return _recorded(RecordedRun(setting, order, known, undo, watched=True), order, generators)
+
+
+def _recorded(run: RecordedRun, order: Order, generators: Sequence[torch.Generator]) -> Recorded:
+    setting, device = run.setting, run.device
+    backend, pool = setting.backend, setting.pool
     started = time.perf_counter()
     streams = backend.rng_state(generators) if backend.runs_live else None
     recording: Recording | None = None
@@ -118,9 +129,11 @@ def _plan(run: RecordedRun, graph: Graph, result: Any, hidden: list[Any]) -> Gua
     written = {change.place.id for change in run.hidden}
     written |= run.numbers
     run.before.adopt(run.after, written)
-    _plan_outside(run, graph)
+    placed = _plan_outside(run, graph)
     _plan_arguments(run, graph)
     _plan_results(run, graph, result, hidden, run.after)
+    if placed:
+        run.to_repeat()
     surveys = run.setting.surveys
     return surveys.guard(run.before, outside=graph.kept, written=written, device=run.device)
 
@@ -142,23 +155,23 @@ def _plan_step(run: RecordedRun, graph: Graph, result: Any, hidden: list[Any]) -
         graph.step = run.step
 
 
-def _plan_outside(run: RecordedRun, graph: Graph) -> None:
-    """Keep alive what the graph reads, and note what no guard can watch."""
+def _plan_outside(run: RecordedRun, graph: Graph) -> bool:
+    """Keep alive what the graph reads, and note what no guard can watch; whether the survey met it all."""
     outside = run.watch.outside.items()
     graph.bumped = [t for key, t in outside if run.watch.versions[key] != version_of(t)]
     placed = {family_key(t) for _, t in run.before.tensors()}
     placed |= run.step.known() if run.step is not None else set()
     found: list[str] = []
-    for tensor in run.watch.outside.values():
-        graph.kept.append(tensor)
-        if family_key(tensor) in placed:
-            continue
+    strange = [t for key, t in outside if key not in placed]
+    graph.kept += run.watch.outside.values()
+    for tensor in strange:
         place = find_place(tensor, ignore=(run.watch.outside, graph.__dict__))
         if place is None:
             found.append(f"{tuple(tensor.shape)} {tensor.dtype}")
         else:
             run.before.places[place.id] = (place, tensor)
     graph.unguarded = tuple(found)
+    return not strange
 
 
 def _plan_arguments(run: RecordedRun, graph: Graph) -> None:

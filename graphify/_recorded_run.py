@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from ._graph import Order, Setting
 from ._inputs import StaticInputs
 from ._layout import family_key
 from ._places import Change
+from ._repeats import Versions
 from ._saved import Saved, saving
 from ._stand_ins import StandIns
 from ._survey import Survey
@@ -28,7 +29,7 @@ from ._verdicts import (
     random_draw,
     side_effect,
 )
-from ._watch import Watch, watching
+from ._watch import Watch, fresh_casts, watching
 from ._whole_step import WholeStep, hooks_on
 from .errors import again
 
@@ -36,9 +37,14 @@ __all__ = ["RecordedRun"]
 
 
 class RecordedRun:
-    """One run of a call, and all that a plan of its replays must know of it; a call of this runs it."""
+    """One run of a call, and all that a plan of its replays must know of it; a call of this runs it.
 
-    def __init__(self, setting: Setting, order: Order, known: Executed, undo: UndoLog | None) -> None:
+    Unless `watched`, it may repeat the run before.
+    """
+
+    def __init__(
+        self, setting: Setting, order: Order, known: Executed, undo: UndoLog | None, *, watched: bool
+    ) -> None:
         call, device, numbers = order.call, order.device, order.numbers
         self.setting, self.call, self.device, self._known = setting, call, device, known
         self.patterns = order.patterns
@@ -68,6 +74,11 @@ class RecordedRun:
         mine = [] if numbers is None or setting.backend.runs_live else numbers
         self.step = None if numbers is None else WholeStep(self.before, mine, device)
         self.watch.given |= self.step.lent if self.step is not None else set()
+        self._versions = Versions(self.inputs.tensors, self.before)
+        self._simple = not setting.backend.runs_live and self.patterns is None and self.step is None
+        self.example = setting.repeats.example(self._versions) if self._simple and not watched else None
+        if self.example is not None:
+            self.example.foretell(self.watch, self._versions)
         self._arguments = call.tree.rebuild(self.inputs.tensors, call.consts)
         self._tokens = _tokens(call.tree, self._arguments)
         self.executed = Executed()
@@ -103,7 +114,7 @@ class RecordedRun:
         self.watch.aliases.clear()  # of an earlier run, where the run is repeated
         keeping = nullcontext() if self.patterns is None else saving(self.saved)
         with self.stand_ins.instead():
-            with keeping, watching(self.watch, self.setting.backend.listen):
+            with keeping, self._seen():
                 result = self._called()
             if not self._compared:
                 self._compare()
@@ -112,11 +123,26 @@ class RecordedRun:
             self.instance.renew(tensors_of((result, *hidden)), self.saved, self.watch.outside)
         return result, hidden
 
+    def _seen(self) -> AbstractContextManager[Any]:
+        if self.example is not None:
+            return fresh_casts(self.device)
+        return watching(self.watch, self.setting.backend.listen)
+
+    def to_repeat(self) -> None:
+        """Let later runs repeat this one, of which all is known."""
+        if self._simple and self.example is None and not self.watch.restrided:
+            self.setting.repeats.keep(self.watch, self._versions)
+
     def _called(self) -> Any:
+        if self.example is not None:
+            return self.example.repeat(self._run, self._versions)
         if self.step is None or self.setting.backend.runs_live:
-            return self.setting.run(self._arguments)
+            return self.setting.repeats.learn(self._run)
         with self.step.inside(self.watch):
-            return self.setting.run(self._arguments)
+            return self._run()
+
+    def _run(self) -> Any:
+        return self.setting.run(self._arguments)
 
     def _compare(self) -> None:
         """Find what only Python did, and refuse what a replay could not repeat."""
@@ -182,8 +208,8 @@ class RecordedRun:
 
     def forget(self) -> None:
         """Drop the caller's objects: a backend that records the run itself keeps this for as long as its recording."""
-        del self.before, self.call, self._host, self._roots
-        self.after, self._undo = None, UndoLog()
+        del self.before, self.call, self._host, self._roots, self._versions
+        self.after, self.example, self._undo = None, None, UndoLog()
 
 
 def _tokens(tree: Tree, values: tuple[Any, ...]) -> tuple[Hashable, ...]:

@@ -231,7 +231,8 @@ class Sizes:
     @contextmanager
     def in_a_row(self) -> Iterator[None]:
         """Buckets are rehearsed inside, from one call: what one met, others need not meet again."""
-        with self.life.setting.surveys.kept():
+        setting = self.life.setting
+        with setting.surveys.kept(), setting.repeats.in_a_row():
             try:
                 yield
             finally:

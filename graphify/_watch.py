@@ -24,10 +24,12 @@ from ._operators import Operator, operator_of
 from ._undo import UndoLog, version_of, writes_of
 from .errors import CaptureError, again
 
-__all__ = ["Watch", "watching"]
+__all__ = ["Watch", "fresh_casts", "next_node", "watching"]
 
 aten = torch.ops.aten
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm.forward.__code__
+next_node = torch._C._autograd._get_sequence_nr
+"""The number of the next node that autograd makes on this thread."""
 
 
 class Watch(InfraMode):
@@ -75,7 +77,7 @@ class Watch(InfraMode):
         if device.index is not None:
             self._here = (-1, device.index)
         self._tasks = (-1, current_backward())
-        self._start = torch._C._autograd._get_sequence_nr()
+        self._start = next_node()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -200,6 +202,13 @@ class Watch(InfraMode):
         base = tensor._base
         return met or self.is_older(tensor) or (base is not None and self._had_history(base))
 
+    def expect(self, like: Watch, written: Sequence[Tensor]) -> None:
+        """Take what another run touched for what the next one will, unwatched; `written`: its arguments that it writes."""
+        self.outside = dict(like.outside)
+        self.versions = {key: version_of(t) for key, t in self.outside.items()}
+        self.written = (like.written & like.outside.keys()) | {*map(family_key, written)}
+        self.executed.merge(like.executed)
+
     def is_older(self, tensor: Tensor) -> bool:
         """Whether a tensor has a history that was made before the run."""
         node: Any = tensor.grad_fn
@@ -259,14 +268,14 @@ def watching(watch: Watch, listen: Callable[[Callable[[str], None]], Any]) -> It
         hearing_detach(watch.detaches),
         listen(watch.host_read),
         watch.executed.following(),
-        _fresh_casts(watch.device),
+        fresh_casts(watch.device),
         watch,
     ):
         yield watch
 
 
 @contextmanager
-def _fresh_casts(device: torch.device) -> Iterator[None]:
+def fresh_casts(device: torch.device) -> Iterator[None]:
     """Autocast with a cache of this run's own: a cast from before may be stale, one from inside belongs to a graph.
 
     Inside, the cache stays on, since it decides in which precision the gradients of a cast add up.
