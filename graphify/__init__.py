@@ -32,8 +32,8 @@ import typing as _typing
 from ._check import check as check
 from ._decorate import graphify as graphify, handle as handle
 from ._module import GraphedModule as GraphedModule
+from ._options import disabled as disabled
 from ._pool import GraphPool as GraphPool
-from ._wrapper import disabled as disabled
 from .buckets import Bucket as Bucket
 from .errors import (
     CaptureError as CaptureError,

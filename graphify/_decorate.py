@@ -23,7 +23,8 @@ from typing_extensions import Unpack
 
 from ._method import GraphedClassMethod, GraphedFunction, GraphedMethod, plain
 from ._module import GraphedModule, runner_of, twin
-from ._wrapper import Options, Runner
+from ._options import Options
+from ._wrapper import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -96,7 +96,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
         *("_ahead", "_entries", "_exacts", "_habits", "_lessons", "_life", "_numbers", "_plain", "_proofs"),
         *("_gradients", "_proof_runs", "_recorder", "_rehearsal", "_sizes", "_untried", "_verify"),
     ),
-    6: ("_check", "_compiled", "_controls", "_decorate", "_method", "_module", "_wrapper"),
+    6: ("_call_path", "_check", "_compiled", "_controls", "_decorate", "_method", "_module", "_wrapper"),
     7: (
         *("__init__", "__main__", "_demo", "_demo_models", "_doctor", "testing", "testing._acts"),
         *("testing._changes", "testing._checks", "testing._compare", "testing._data", "testing._grammar"),
@@ -175,6 +175,7 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_untried": ("_life",),
     "_verify": ("_gradients",),
     "_check": ("_method", "_module"),
+    "_wrapper": ("_call_path",),
     "_controls": ("_wrapper",),
     "_method": ("_controls", "_wrapper"),
     "_module": ("_compiled", "_controls", "_method", "_wrapper"),

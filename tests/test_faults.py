@@ -139,7 +139,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[type[Faulty]],
 
     def make(kind: type[Faulty]) -> Faulty:
         backend = kind()
-        monkeypatch.setattr("graphify._wrapper.backend_for", lambda name: backend)
+        monkeypatch.setattr("graphify._call_path.backend_for", lambda name: backend)
         return backend
 
     return make

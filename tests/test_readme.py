@@ -16,7 +16,7 @@ from checks import python
 
 import graphify
 import graphify.testing  # before `graphify()` is replaced below, so that it keeps the real one
-from graphify._wrapper import Options
+from graphify._options import Options
 from graphify.backends import cuda
 from graphify.errors import CaptureError
 
