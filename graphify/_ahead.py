@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import time
 from collections.abc import Iterable, Sequence
@@ -131,7 +130,6 @@ def capture_all(
 ) -> CapturedBuckets:
     """Record the graphs of these buckets from one example, in this order."""
     call, made, axes = Call(table.tree, values, tensors), [], sizes.axes_of(table, tensors)
-    gc.collect()  # once: what is garbage already is not walked past in each capture
     with life.setting.pool.lock, uncollected(), sizes.in_a_row():
         for full in _shown(grid, life.setting.name, progress):
             started = time.perf_counter()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Self
 
+from ._layout import family_key
 from ._places import MISSING, Bulk, Change, Place, TensorFacts, is_plain, same, truncate
 
 __all__ = ["Found"]
@@ -36,6 +36,8 @@ class Found:
         self._keys: dict[int, list[Any]] = {}
         self.queue: deque[tuple[Any, str]] = deque()
         self.base: Self | None = None
+        self._met: list[tuple[Place, Tensor]] | None = None
+        self._over: tuple[int, dict[int, list[Tensor]]] = (-1, {})
         self._base_holds: Callable[[], bool] = bool
 
     def fork(self, holds: Callable[[], bool]) -> Self:
@@ -45,13 +47,15 @@ class Found:
         made.sizes, made.bulk, made.tensor_facts = [*self.sizes], [*self.bulk], [*self.tensor_facts]
         made.generators, made.hooks, made.held = [*self.generators], [*self.hooks], [*self.held]
         made.optimizers, made.registries, made.queue = [*self.optimizers], [*self.registries], deque()
-        made.base, made._base_holds = self, holds
+        if self._met is None:
+            self._met = [*self.tensors()]
+        made.base, made._base_holds, made._met, made._over = self, holds, None, (-1, {})
         return made
 
     def added(self) -> list[tuple[Place, Any]]:
-        """The places that the survey below this one does not have, or not so."""
-        below = {} if self.base is None else self.base.places
-        return [held for key, held in self.places.items() if below.get(key) is not held]
+        """The places that the survey below this one does not have."""
+        known, _, _ = _extent(self.base)
+        return [*islice(self.places.values(), known, None)]
 
     def holds(self, value: Any) -> bool:
         """Whether the survey met this very object."""
@@ -59,8 +63,22 @@ class Found:
 
     def tensors(self) -> Iterator[tuple[Place, Tensor]]:
         """The places that hold tensors, those of an optimizer that are compared as a whole included."""
-        found = ((place, value) for place, value in self.places.values() if issubclass(type(value), Tensor))
-        return itertools.chain(found, self.held)
+        return self._own_tensors() if self.base is None else chain(self.base._met or (), self._own_tensors())
+
+    def _own_tensors(self) -> Iterator[tuple[Place, Tensor]]:
+        found = ((place, value) for place, value in self.added() if issubclass(type(value), Tensor))
+        return chain(found, self.held[0 if self.base is None else len(self.base.held) :])
+
+    def over(self, memory: int) -> list[Tensor]:
+        """The tensors that it met over this memory, as `family_key` says it."""
+        size, index = len(self.places) + len(self.held), self._over[1]
+        if self._over[0] != size:
+            index = {}
+            for _, tensor in self._own_tensors():
+                index.setdefault(family_key(tensor), []).append(tensor)
+            self._over = size, index
+        below = [] if self.base is None else self.base.over(memory)
+        return below + index.get(memory, [])
 
     def changes(self, after: Found) -> list[Change]:
         """What happened between this survey and a later one of the same roots."""

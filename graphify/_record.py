@@ -22,9 +22,10 @@ from ._results import ResultPlan
 from ._stand_ins import StandInUsedError
 from ._survey import Survey
 from ._tree import Tree, tensors_of, tree_of
-from ._undo import UndoLog, version_of
+from ._undo import UndoLog
 from ._verdicts import (
     device_refused,
+    has_memory,
     long_history,
     second_backward,
     shared_memory,
@@ -157,15 +158,17 @@ def _plan_step(run: RecordedRun, graph: Graph, result: Any, hidden: list[Any]) -
 
 def _plan_outside(run: RecordedRun, graph: Graph) -> bool:
     """Keep alive what the graph reads, and note what no guard can watch; whether the survey met it all."""
-    outside = run.watch.outside.items()
-    graph.bumped = [t for key, t in outside if run.watch.versions[key] != version_of(t)]
-    placed = {family_key(t) for _, t in run.before.tensors()}
-    placed |= run.step.known() if run.step is not None else set()
+    outside = run.watch.outside
+    graph.kept += outside.values()
+    if run.example is not None:
+        graph.bumped += run.example.bumped
+        return True
+    graph.bumped = run.watch.bumped()
+    placed = run.step.known() if run.step is not None else set()
     found: list[str] = []
-    strange = [t for key, t in outside if key not in placed]
-    graph.kept += run.watch.outside.values()
+    strange = [t for key, t in outside.items() if key not in placed and not run.before.over(key)]
     for tensor in strange:
-        place = find_place(tensor, ignore=(run.watch.outside, graph.__dict__))
+        place = find_place(tensor, ignore=(outside, graph.__dict__))
         if place is None:
             found.append(f"{tuple(tensor.shape)} {tensor.dtype}")
         else:
@@ -212,7 +215,7 @@ def _plan_results(run: RecordedRun, graph: Graph, result: Any, hidden: list[Any]
     tree = run.setting.result = _either(run.setting.result, tree_of(roots, names))
     found = tree.unpack(roots)
     assert found is not None
-    outside = [(t, t) for _, t in run.before.tensors()]
+    outside = [(t, t) for key in {*map(family_key, found[0])} for t in run.before.over(key)]
     outside += [(t, t) for t in run.step.made] if run.step is not None else []
     _check_memory(run, zip(tree.tensor_paths, found[0], strict=True), {id(t) for t, _ in outside})
     results = _let_go(run, graph, found[0]) if run.setting.sized and run.patterns is None else found[0]
@@ -230,25 +233,26 @@ def _plan_results(run: RecordedRun, graph: Graph, result: Any, hidden: list[Any]
 
 def _check_memory(run: RecordedRun, results: Iterable[tuple[str, Tensor]], known: Collection[int]) -> None:
     """Refuse what has no memory of its own to copy from, or to guard; what only passes through is as good as any."""
-    names = {id(t): f"`{place.name}`" for place, t in run.before.tensors()}
-    made = [
-        without_memory(f"`{path}`", t, _PARTS.format("return")) for path, t in results if id(t) not in known
-    ]
-    read = [
-        without_memory(names.get(id(t), f"a tensor {tuple(t.shape)} from outside"), t, _PARTS.format("use"))
-        for t in run.watch.outside.values()
-    ]
-    for refused in (*made, *read):
-        if refused is not None:
-            raise again(refused)
+    for path, made in results:
+        if id(made) not in known and not has_memory(made):
+            raise without_memory(f"`{path}`", made, _PARTS.format("return"))
+    outside = () if run.example is not None else run.watch.outside.values()  # which the example's were
+    for read in outside:
+        if not has_memory(read):
+            raise without_memory(_name_of(run, read), read, _PARTS.format("use"))
+
+
+def _name_of(run: RecordedRun, tensor: Tensor) -> str:
+    names = (f"`{place.name}`" for place, t in run.before.tensors() if t is tensor)
+    return next(names, f"a tensor {tuple(tensor.shape)} from outside")
 
 
 def _let_go(run: RecordedRun, graph: Graph, results: Sequence[Tensor]) -> Sequence[Tensor]:
     """Buckets copy or lend their results before another one replays: they may lie on one memory."""
-    known = {family_key(t) for t in (*run.inputs.tensors, *(t for _, t in run.before.tensors()))}
-    known |= run.watch.outside.keys()
+    known = {family_key(t) for t in run.inputs.tensors} | run.watch.outside.keys()
     known |= {family_key(t) for t in run.step.made} if run.step is not None else set()
-    mine = {id(t): t for t in results if family_key(t) not in known}
+    keyed = [(family_key(t), t) for t in results]
+    mine = {id(t): t for key, t in keyed if key not in known and not run.before.over(key)}
     free = dict(zip(mine, run.setting.backend.let_go(list(mine.values()), graph.memory), strict=True))
     return [free.get(id(t), t) for t in results]
 

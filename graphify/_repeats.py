@@ -16,7 +16,6 @@ from torch import Tensor
 from ._found import Found
 from ._layout import family_key
 from ._paths import Path, open_path
-from ._undo import version_of
 from ._watch import Watch, next_node
 
 __all__ = ["Example", "Repeats", "UnlikeError", "Versions"]
@@ -34,13 +33,13 @@ class Versions:
     def __init__(self, inputs: Sequence[Tensor], survey: Found) -> None:
         self.tensors = [*inputs, *(t for _, t in survey.tensors())]
         self._inputs, self._nodes = len(inputs), next_node()
-        self._before = [*map(version_of, self.tensors)]
+        self._before = [None if t.is_inference() else t._version for t in self.tensors]
 
     def moved(self) -> list[bool] | None:
         """Which were written since; None where that does not tell all: nobody counts, or autograd kept something."""
         if None in self._before or next_node() != self._nodes:
             return None
-        return [version_of(t) != before for t, before in zip(self.tensors, self._before, strict=True)]
+        return [t._version != before for t, before in zip(self.tensors, self._before, strict=True)]
 
     def inputs(self) -> Sequence[Tensor]:
         """The arguments among the tensors."""
@@ -58,6 +57,7 @@ class Example:
     def __init__(self, path: Path, watch: Watch, versions: Versions, moved: list[bool]) -> None:
         self._path, self._watch, self._versions, self._moved = path, watch, versions, moved
         self._written = [i for i, t in enumerate(versions.inputs()) if family_key(t) in watch.written]
+        self.bumped = watch.bumped()
 
     def is_for(self, versions: Versions) -> bool:
         """Whether a run over these tensors may repeat this one."""

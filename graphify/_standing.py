@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -13,9 +13,12 @@ from torch import Tensor
 
 from ._code import Executed, is_library, names_of
 from ._guards import Guard
+from ._layout import family_key
 from ._survey import Survey
 
 __all__ = ["Surveys"]
+
+_FLAGS = attrgetter("layout", "shape", "dtype", "requires_grad", "is_leaf")
 
 Roots = Sequence[tuple[str, Any]]
 
@@ -102,6 +105,9 @@ class _Standing:
         whole = {id(c) for c in containers}
         places = (held for held in survey.places.values() if id(held[0].container) not in whole)
         self._loose = [(p, value) for p, value in places if not isinstance(p.container, tuple)]
+        self._strided = [t for t, _, facts in survey.tensor_facts if facts.form is not None]
+        self._others = [(t, facts) for t, _, facts in survey.tensor_facts if facts.form is None]
+        self._flags, self._forms = [*map(_FLAGS, self._strided)], [*self._all_forms()]
 
     def covers(self, roots: Roots, executed: Executed) -> bool:
         """Whether a survey of these roots, by what ran, would meet the same."""
@@ -141,7 +147,9 @@ class _Standing:
             and all(map(is_, self._all_values(), self._values))
             and all(len(row) == len(held) and all(map(is_, row, held)) for row, held in self._rows)
             and all(place.read() is value for place, value in self._loose)
-            and all(facts.nothing_to_restore(tensor) for tensor, _, facts in self.survey.tensor_facts)
+            and [*map(_FLAGS, self._strided)] == self._flags
+            and [*self._all_forms()] == self._forms
+            and all(facts.nothing_to_restore(tensor) for tensor, facts in self._others)
             and all(bulk.read() == bulk.content for bulk in self.survey.bulk)
         )
 
@@ -150,6 +158,12 @@ class _Standing:
 
     def _all_values(self) -> Iterable[Any]:
         return chain.from_iterable(map(dict.values, self._dicts))
+
+    def _all_forms(self) -> Iterable[Any]:
+        """The same as `TensorFacts`, of all tensors at a fraction of the cost."""
+        return chain.from_iterable(
+            map(read, self._strided) for read in (family_key, Tensor.storage_offset, Tensor.stride)
+        )
 
 
 class _Guarded:

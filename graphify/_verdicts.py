@@ -24,6 +24,7 @@ __all__ = [
     "changed_container",
     "device_refused",
     "given_history",
+    "has_memory",
     "host_reads",
     "is_only_written",
     "keeps_random_state",
@@ -76,10 +77,13 @@ def random_draw(name: str, generator: str) -> CaptureError:
     )
 
 
-def without_memory(what: str, tensor: Tensor, fix: str) -> CaptureError | None:
-    """A tensor that is no strided view of one memory, such as a sparse one."""
-    if tensor.layout is torch.strided and not tensor.is_nested:
-        return None
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is a strided view of one memory, as a sparse one is not."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def without_memory(what: str, tensor: Tensor, fix: str) -> CaptureError:
+    """A tensor that is no view of one memory."""
     kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").removeprefix("_")
     why = "a replay reads and writes at fixed addresses, and the parts of such a tensor have others at each call"
     return CaptureError(f"{what} is a {kind} tensor", why=why, fix=fix)

@@ -204,10 +204,13 @@ class Watch(InfraMode):
 
     def expect(self, like: Watch, written: Sequence[Tensor]) -> None:
         """Take what another run touched for what the next one will, unwatched; `written`: its arguments that it writes."""
-        self.outside = dict(like.outside)
-        self.versions = {key: version_of(t) for key, t in self.outside.items()}
+        self.outside = like.outside
         self.written = (like.written & like.outside.keys()) | {*map(family_key, written)}
         self.executed.merge(like.executed)
+
+    def bumped(self) -> list[Tensor]:
+        """The tensors from outside whose versions moved since the run first met them."""
+        return [t for key, t in self.outside.items() if self.versions[key] != version_of(t)]
 
     def is_older(self, tensor: Tensor) -> bool:
         """Whether a tensor has a history that was made before the run."""

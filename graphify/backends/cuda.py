@@ -175,14 +175,14 @@ class CudaBackend:
         for generator in generators:
             if generator.device.type == "cuda" and generator is not _default(generator.device):
                 graph.register_generator_state(generator)
-        before = torch.cuda.memory_reserved(pool.device)
+        before = _reserved(pool.device)
         with uncollected(), own_workspaces():
             pool.hold()
             result = capture(graph, run, pool)
         nodes = count_nodes(graph)
         # Not `memory_snapshot(pool.handle)`: each call takes a reference from the pool's number, and some hundred
         # captures later the process dies (https://github.com/pytorch/pytorch/pull/196366).
-        grown = max(0, torch.cuda.memory_reserved(pool.device) - before)
+        grown = max(0, _reserved(pool.device) - before)
         return CudaRecording(graph, 1 if nodes is None else nodes, grown), result
 
     def listen(self, report: Report) -> AbstractContextManager[None]:
@@ -290,6 +290,12 @@ def _settle_attention() -> None:
         with torch.no_grad():
             x = torch.zeros(1, 1, 8, 8, device="cuda", dtype=torch.float16)
             choose(x, x, x)
+
+
+def _reserved(device: torch.device) -> int:
+    """`torch.cuda.memory_reserved` without what that makes of all other figures."""
+    found: int = torch.cuda.memory.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]["current"]
+    return found
 
 
 def _default(device: torch.device) -> torch.Generator:
