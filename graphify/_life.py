@@ -183,7 +183,8 @@ class Life:
         if entry.wait > 0:
             entry.wait -= 1
             return self.plain.run("evicted", call)
-        with self.setting.pool.lock:
+        # A plain run, too, may go backward while the device's thread for backwards waits for the lock.
+        with torch.autograd.set_multithreading_enabled(False), self.setting.pool.lock:
             if entry.graph is not None:
                 return entry.graph(call.tensors, call.values)
             if entry.warmed < self.options.warmup:

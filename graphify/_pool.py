@@ -32,11 +32,6 @@ class GraphPool:
 
     Copies of what holds a pool, `copy.deepcopy` included, share it. It belongs to its process: a pickled one
     comes back as a new pool.
-
-    Warning:
-        On a GPU give threads pools of their own where one runs a backward inside what is graphed, as in a whole
-        step, and another one outside: both need the device's one thread for backwards, and could wait for each
-        other for ever.
     """
 
     def __init__(self) -> None:

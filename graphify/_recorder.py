@@ -87,7 +87,6 @@ class Recorder:
 
     def _instead(self, entry: Entry, call: Call, again: bool) -> Any:
         """Make the result without a graph: by one more warm-up, where the run did what none did before."""
-        self._finish_backwards(entry)
         if not again:
             assert entry.refusal is not None
             return self.plain.refuse(entry.refusal, call)
@@ -121,7 +120,6 @@ class Recorder:
         self.entries.make_room()
         if entry.whole:
             close_gates()
-            self._finish_backwards(entry)
         with self.setting.backend.scope(entry.device_or_raise()):
             try:
                 graph, guard, take_back = self._recorded(entry, call, undo)
@@ -137,13 +135,7 @@ class Recorder:
         self.plain.counts["recordings"] += 1
         nodes, seconds = graph.nodes, graph.seconds
         log.info("%s: recorded %s: %d nodes in %.3f s", self.setting.name, entry.label, nodes, seconds)
-        self._finish_backwards(entry)
         return take_back
-
-    def _finish_backwards(self, entry: Entry) -> None:
-        """A leaf's node stays on its stream, of a capture or of none: an old one must be gone before the next run."""
-        if entry.whole:
-            self.setting.backend.finish_backwards(entry.device_or_raise())
 
     def _give_way(self, entry: Entry, call: Call) -> bool:
         """Whether something that was to be a tensor can be a value instead: the code reads it on the host."""

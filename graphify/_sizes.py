@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._axes import Axes
@@ -199,7 +200,8 @@ class Sizes:
             return self.life.advance(entry, call)
         if entry.refusal is not None:
             return self.life.plain.refuse(entry.refusal, call)
-        with self.life.setting.pool.lock:
+        # As in `Life.advance`: a plain run may go backward.
+        with torch.autograd.set_multithreading_enabled(False), self.life.setting.pool.lock:
             bucket = self.bucket_of(entry, call)
             if self.life.entries.sealed and bucket.graph is None:
                 return self.life.plain.missed(bucket, call, self.life.entries.ready)

@@ -266,8 +266,14 @@ def _averaging() -> Offence | None:
 
 @contextmanager
 def watching(watch: Watch, listen: Callable[[Callable[[str], None]], Any]) -> Iterator[Watch]:
-    """Run the body under a watch, with no cast from outside in autocast's cache, and none left there."""
+    """Run the body under a watch, with no cast from outside in autocast's cache, and none left there.
+
+    Backwards inside run on this thread: it may hold a lock for which the device's thread for backwards waits, and
+    that thread lets go of a backward's nodes only after it is over. Handles and plans of libraries, too, are a
+    thread's own, and so is what follows the code that runs.
+    """
     with (
+        torch.autograd.set_multithreading_enabled(False),
         hearing_detach(watch.detaches),
         listen(watch.host_read),
         watch.executed.following(),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from ._grads import GradPlan, Grads
 from ._guards import Miss
@@ -19,6 +21,8 @@ from ._watch import Watch
 from .errors import CaptureError, again
 
 __all__ = ["WholeStep", "hooks_on"]
+
+_PATIENCE = 0.1
 
 
 class WholeStep:
@@ -33,6 +37,8 @@ class WholeStep:
         self._plan = GradPlan()
         self._leaves = [t for _, t in survey.tensors() if t.is_leaf and t.requires_grad]
         self._hooks = [*map(_hooks_of, self._leaves)]
+        if device.type != "cpu":
+            _wait_for_nodes_to_go([t for t in self._leaves if t.device == device and not t.is_inference()])
 
     @property
     def lent(self) -> set[int]:
@@ -119,6 +125,26 @@ def hooks_on(survey: Survey) -> list[tuple[str, Any]]:
         for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
             found += [(f"a hook of {place.name}", hook) for hook in (hooks or {}).values()]
     return found
+
+
+def _wait_for_nodes_to_go(leaves: Sequence[Tensor]) -> None:
+    """Give the device's thread time to let go of an eager backward: a leaf's node stays on its stream until it dies.
+
+    Not for ever: somebody may hold it, and that thread may wait for a lock of this one.
+    """
+    until = time.monotonic() + _PATIENCE
+    with torch.inference_mode(False):
+        while any(map(_has_node, leaves)) and time.monotonic() < until:
+            time.sleep(0.001)
+
+
+def _has_node(leaf: Tensor) -> bool:
+    """Whether somebody holds the node that accumulates into `.grad`: only then a mark on it lasts."""
+    node: Any = get_gradient_edge(leaf).node
+    node.metadata[__name__] = True
+    del node
+    node = get_gradient_edge(leaf).node
+    return __name__ in node.metadata
 
 
 def _hooks_of(leaf: Tensor) -> tuple[int, int]:

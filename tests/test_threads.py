@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ from checks import counts
 from conftest import needs_cuda
 from torch import Tensor, nn
 
-from graphify import disabled, graphify, handle
+from graphify import GraphPool, _whole_step, disabled, graphify, handle
 from graphify.backends.cuda import CudaBackend
 
 THREADS = 8
@@ -253,6 +254,90 @@ def test_calls_inside_calls_from_two_sides_do_not_deadlock(backend: str, device:
             lambda i=inner, a=alone: body(i[0], a[0]),
             lambda i=inner, a=alone: body(i[1], a[1]),
         )
+
+
+# -- backwards
+
+
+def test_a_backward_inside_runs_on_the_callers_thread(backend: str, device: torch.device) -> None:
+    """Warm-ups and recordings run a backward inside where they are themselves; a caller's own runs as ever."""
+    net, mine = mlp(device), threading.get_ident()
+
+    def look(grad: Tensor) -> None:
+        assert threading.get_ident() == mine
+        assert not torch._C._is_multithreading_enabled()
+
+    def step(x: Tensor) -> Tensor:
+        y = net(x)
+        y.register_hook(look)
+        y.square().mean().backward()
+        return y.detach()
+
+    graphed = graphify(step, backend=backend, warmup=2)
+    for x in inputs(device, 11, 5):
+        net.zero_grad()
+        graphed(x)
+        assert torch._C._is_multithreading_enabled()
+    assert counts(graphed) == (2, 1, 2, 0, 0)
+
+
+def test_a_step_while_another_thread_is_in_a_backward_of_its_pool(backend: str, device: torch.device) -> None:
+    """A whole step and the backward of a graphed module share a pool and a device: neither waits for ever."""
+    pool, net, other = GraphPool(), mlp(device), mlp(device, seed=1)
+    pair, inside = graphify(other, backend=backend, pool=pool), threading.Event()
+
+    def step(x: Tensor) -> Tensor:
+        loss = net(x).square().mean()
+        time.sleep(0.05)  # the other thread comes to the pool's lock, which this one has
+        loss.backward()
+        return loss.detach()
+
+    graphed = graphify(step, backend=backend, pool=pool)
+    xs = inputs(device, 12, 6)
+    with torch.enable_grad():
+        for x in xs[:3]:
+            pair(x).sum().backward()
+
+    def wait(grad: Tensor) -> None:
+        inside.set()
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and pool.lock.acquire(blocking=False):
+            pool.lock.release()
+            time.sleep(0.001)
+
+    def backward(x: Tensor) -> None:
+        with torch.enable_grad():
+            y = pair(x) * 1
+            y.register_hook(wait)
+            y.sum().backward()
+
+    def train(x: Tensor) -> None:
+        assert inside.wait(PATIENCE)
+        with torch.enable_grad():
+            graphed(x)
+
+    for x in xs[3:5]:  # a warm-up, and a recording
+        inside.clear()
+        net.zero_grad()
+        in_threads(lambda x=x: backward(x), lambda x=x: train(x))
+    assert counts(graphed) == (1, 1, 0, 0, 0)
+
+
+def test_a_leafs_node_that_is_about_to_go_is_waited_for() -> None:
+    """The wait ends when nobody holds the node any more, and after a moment where somebody goes on holding it."""
+    leaf, patience = torch.ones(3, requires_grad=True), _whole_step._PATIENCE
+    with torch.inference_mode():
+        began = time.monotonic()
+        _whole_step._wait_for_nodes_to_go([leaf])
+        assert time.monotonic() - began < patience / 2
+    held = [leaf * 2]
+    began = time.monotonic()
+    _whole_step._wait_for_nodes_to_go([leaf])
+    assert time.monotonic() - began >= patience
+    threading.Timer(patience / 5, held.clear).start()
+    _whole_step._wait_for_nodes_to_go([leaf])
+    assert not held
+    assert not _whole_step._has_node(leaf)
 
 
 # -- streams

@@ -129,9 +129,6 @@ class Backend(Protocol):
     def set_rng_state(self, state: Any) -> None:
         """Put a state from `rng_state` back."""
 
-    def finish_backwards(self, device: torch.device) -> None:
-        """Wait until the nodes of backwards that are over are gone, where threads of their own ran them."""
-
     def reclaim(self) -> None:
         """Give cached memory that nobody uses back to the device."""
 

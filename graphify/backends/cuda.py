@@ -263,12 +263,6 @@ class CudaBackend:
         for generator, saved in state:
             generator.set_state(saved)
 
-    def finish_backwards(self, device: torch.device) -> None:
-        """One more backward: the device's thread takes it up when it has let go of the last one."""
-        with torch.inference_mode(False), torch.enable_grad():
-            nothing = torch.zeros((), device=device, requires_grad=True)
-        nothing.backward()  # type: ignore[no-untyped-call]
-
     def reclaim(self) -> None:
         """Give cached memory that nobody uses back to the device."""
         torch.cuda.empty_cache()

@@ -194,9 +194,6 @@ class EagerBackend:
         """Put the states back."""
         set_rng_state(state)
 
-    def finish_backwards(self, device: torch.device) -> None:
-        """Backwards run on the thread that asks for them."""
-
     def reclaim(self) -> None:
         """Nothing to do: memory is not kept."""
 
