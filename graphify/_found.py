@@ -32,6 +32,8 @@ class Found:
         self.registries: list[dict[str, Any]] = []
         self.optimizers: list[tuple[str, Optimizer]] = []
         self.held: list[tuple[Place, Tensor]] = []
+        self.closed: list[str] = []
+        """Names of containers that hold what no walk sees."""
         self.seen: dict[int, Any] = {}
         self._keys: dict[int, list[Any]] = {}
         self.queue: deque[tuple[Any, str]] = deque()
@@ -46,6 +48,7 @@ class Found:
         made.places, made.seen, made._keys = dict(self.places), dict(self.seen), dict(self._keys)
         made.sizes, made.bulk, made.tensor_facts = [*self.sizes], [*self.bulk], [*self.tensor_facts]
         made.generators, made.hooks, made.held = [*self.generators], [*self.hooks], [*self.held]
+        made.closed = [*self.closed]
         made.optimizers, made.registries, made.queue = [*self.optimizers], [*self.registries], deque()
         if self._met is None:
             self._met = [*self.tensors()]

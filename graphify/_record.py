@@ -133,7 +133,7 @@ def _plan(run: RecordedRun, graph: Graph, result: Any, hidden: list[Any]) -> Gua
     placed = _plan_outside(run, graph)
     _plan_arguments(run, graph)
     _plan_results(run, graph, result, hidden, run.after)
-    if placed:
+    if placed and not graph.mutated:
         run.to_repeat()
     surveys = run.setting.surveys
     return surveys.guard(run.before, outside=graph.kept, written=written, device=run.device)

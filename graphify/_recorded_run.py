@@ -129,8 +129,8 @@ class RecordedRun:
         return watching(self.watch, self.setting.backend.listen)
 
     def to_repeat(self) -> None:
-        """Let later runs repeat this one, of which all is known."""
-        if self._simple and self.example is None and not self.watch.restrided:
+        """Let later runs repeat this one, unless they could reach what this one did not show."""
+        if self._simple and self.example is None and not (self.watch.restrided or self.before.closed):
             self.setting.repeats.keep(self.watch, self._versions)
 
     def _called(self) -> Any:

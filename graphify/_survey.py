@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import sys
@@ -31,6 +32,7 @@ __all__ = ["Survey"]
 _BULK = 64
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace, threading.local, types.FunctionType)
 _EMPTY: tuple[Any, ...] = ([], (), {}, set(), "", range(0))
+_CLOSED = (functools._lru_cache_wrapper, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _ITERATORS = tuple(type(iter(empty)) for empty in _EMPTY)
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -251,6 +253,9 @@ class Survey(Found):
         keys = [key for key in state if key != "_per_optimizer_states"]
         self.add_all(Place(state, key, "field", f"{name}.{key}") for key in keys)
 
+    def _walk_closed(self, value: Any, name: str) -> None:
+        self.closed.append(name)
+
     def _walk_reference(self, value: weakref.ref[Any], name: str) -> None:
         self.reach(value(), name)
 
@@ -297,5 +302,6 @@ _WALKS: list[tuple[Any, Walk]] = [
     (types.MappingProxyType, Survey._walk_proxy),
     (set, Survey._walk_set),
     ((itertools.count, *_ITERATORS), Survey._walk_iterator),
+    (_CLOSED, Survey._walk_closed),
     (type, Survey._walk_class),
 ]

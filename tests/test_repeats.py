@@ -247,6 +247,51 @@ class TestPromises:
             assert graphed(x).equal(x * float(size))
         del rubbish
 
+    def test_a_cache_that_shares_with_an_attribute(
+        self, backend: str, device: torch.device, watched: list[int]
+    ) -> None:
+        """A cache is as closed where a survey happens to meet what it answers for the largest size."""
+
+        @functools.cache
+        def table(size: int) -> Tensor:
+            return torch.full((3,), float(size), device=device)
+
+        class Shared(Net):
+            def factor(self, size: int) -> Tensor:
+                assert self.one is not None
+                return table(size)
+
+        net = Shared(device)
+        net.one = table(8)
+        for size in SIZES:
+            net(torch.randn(size, 3, device=device))
+        graphed = captured(net, backend, device)
+        assert watched == [8, 4, 2, 1]
+        table.cache_clear()
+        gc.collect()
+        rubbish = [torch.full((3,), -9.0, device=device) for _ in range(64)]
+        for size in (2, 8, 4):
+            x = torch.randn(size, 3, device=device)
+            assert graphed(x).equal(x * float(size))
+        del rubbish
+
+    def test_an_argument_that_all_sizes_write(
+        self, backend: str, device: torch.device, watched: list[int]
+    ) -> None:
+        """Where arguments are written, each run is watched: what a size reads of the memory around must be known."""
+
+        def step(x: Tensor) -> Tensor:
+            x.add_(1)
+            return x * 2
+
+        graphed = captured(step, backend, device)
+        assert watched == [8, 4, 2, 1]
+        for size in (1, 8, 2):
+            x = torch.randn(size, 3, device=device)
+            twin = x.clone()
+            assert graphed(x).equal(step(twin))
+            assert x.equal(twin)
+
     def test_an_argument_that_few_sizes_write(self, backend: str, device: torch.device) -> None:
         """`reshape` answers a view at one size and a copy at others: each call leaves in its argument what eager does."""
 
