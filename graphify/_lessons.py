@@ -85,6 +85,7 @@ class Lessons:
     def survey(self, call: Call) -> Survey:
         """What a run of this call may change; all that is in reach while nothing is known of its code."""
         known = self.executed if self.executed.codes else Executed(everything=True)
+        self.setting.surveys.ran()
         return self.setting.surveys.of(self.setting.roots(call), known).beyond(
             [("arguments", list(call.values))]
         )
