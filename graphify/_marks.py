@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._composite import decomposed, is_composite
 from ._illegal import tensors_in
 from ._layout import family_key, with_bits
 from ._material import memory_of
-from ._mode import InfraMode
-from ._undo import below, bytes_of, may_write, writes_of
+from ._undo import below, bytes_of, writes_of
 
 __all__ = ["Extra", "Mark", "Marks"]
 
@@ -56,37 +54,30 @@ class Extra:
         return int((mark.left[self.places] != self._start).sum())
 
 
-class Marks(InfraMode):
-    """Marks each element that a run on this thread writes of the memory that `wanted` asks for.
+class Marks:
+    """Marks each element that a watched run writes of the memory that `wanted` asks for.
 
     An operator that writes there runs twice, first on copies that hold something else at each place: what it
-    leaves there of that, it did not write. So nobody is ever given what might be no legal index. Enter it inside a
-    watch, which then sees the second run only. What no dispatcher sees is not marked.
+    leaves there of that, it did not write. So nobody is ever given what might be no legal index. What no dispatcher
+    sees is not marked.
     """
 
     def __init__(self, wanted: Callable[[Tensor], bool]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._wanted = wanted
         self.masks: dict[int, tuple[Tensor, Tensor]] = {}
         """By memory: a tensor that lies there, and for each byte whether it was written."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        tensors = tensors_in((args, kwargs))
-        device_type = tensors[0].device.type if tensors else "cpu"
-        if is_composite(func, device_type):
-            return decomposed(func, args, kwargs, self, device_type)
-        written = writes_of(func, args, kwargs) if may_write(func) else []
+    def around(self, func: Any, args: Any, kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
+        """Mark what this operator writes; for `Watch.around`."""
+        written = writes_of(func, args, kwargs)
         mine = [t for t in written if self._wanted(t)]
         if not mine:
-            return func(*args, **kwargs)
-        given = [id(t) for t in tensors]
+            return call()
+        given = [id(t) for t in tensors_in((args, kwargs))]
         alone = func.namespace != "c10d" and all(given.count(id(t)) == 1 and _is_plain(t) for t in written)
         with torch.inference_mode(False), below():
             trace = _Trace(func, args, kwargs, written, mine) if alone else None
-        result = func(*args, **kwargs)
+        result = call()
         with torch.inference_mode(False), below():
             for tensor in mine:
                 mask = self._mask_of(tensor)

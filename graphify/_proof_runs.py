@@ -212,7 +212,8 @@ class Runs:
             watch = Watch(self.device, given=tensors, undo=log)
             self.watch = watch
             marks = Marks(self._unstirred(watch, tensors))
-            with watching(watch, backend.listen), marks, steps(), self._blaming(cut):
+            watch.around = marks.around
+            with watching(watch, backend.listen), steps(), self._blaming(cut):
                 result = lessons.setting.run(call.values)
             with self._blaming(cut):
                 run = self._taken(result, watch, marks, survey, call, cut)

@@ -27,6 +27,9 @@ from .errors import CaptureError, again
 __all__ = ["Watch", "fresh_casts", "next_node", "watching"]
 
 aten = torch.ops.aten
+Around = Callable[[Any, Any, dict[str, Any], Callable[[], Any]], Any]
+"""Makes the result of an operator with these arguments, by the call of it that is given last."""
+
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm.forward.__code__
 next_node = torch._C._autograd._get_sequence_nr
 """The number of the next node that autograd makes on this thread."""
@@ -40,7 +43,8 @@ class Watch(InfraMode):
     `history` holds tensors on memory from outside that have a grad_fn: older ones, and views that the run made.
     `aliases` holds what the run made on memory that is not its own and that had no history then.
     `given` holds the memory of the run's own arguments. A strict watch raises before an operator that a
-    graph cannot hold, so that a capture is never broken by it; otherwise offences are only noted.
+    graph cannot hold, so that a capture is never broken by it; otherwise offences are only noted. `around` makes
+    the call of each operator that writes.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Watch(InfraMode):
         self.given = {family_key(t) for t in given}
         self.strict = strict
         self.undo = undo
+        self.around: Around | None = None
         self.executed = Executed()
         self.offences: list[CaptureError] = []
         self.outside: dict[int, Tensor] = {}
@@ -91,13 +96,20 @@ class Watch(InfraMode):
         if operator.composite:
             return decomposed(func, args, kwargs, self, self.device.type)
         self._before(operator, args, kwargs)
-        if operator.calls_others:
-            with uncovered(func, self.device.type):
-                result = operator.call(*args, **kwargs)
+        if operator.writes and self.around is not None:
+            result = self.around(func, args, kwargs, lambda: self._made(operator, args, kwargs))
+        elif operator.calls_others:
+            result = self._made(operator, args, kwargs)
         else:
             result = operator.call(*args, **kwargs)
         self._after(operator, args, kwargs, result)
         return result
+
+    def _made(self, operator: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not operator.calls_others:
+            return operator.call(*args, **kwargs)
+        with uncovered(operator.func, self._kind):
+            return operator.call(*args, **kwargs)
 
     @unheard
     def _before(self, operator: Operator, args: Any, kwargs: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphify._marks import Marks
+from graphify._watch import Watch
 
 INDEX, VALUES = torch.tensor([1, 3]), torch.tensor([0, 0])
 
@@ -42,9 +43,16 @@ WRITES: dict[str, tuple[Callable[[Tensor], Any], list[int]]] = {
 }
 
 
+def marking(marks: Marks) -> Watch:
+    """A watch that marks."""
+    watch = Watch(torch.device("cpu"))
+    watch.around = marks.around
+    return watch
+
+
 def marked(write: Callable[[Tensor], Any], t: Tensor) -> list[int]:
     marks = Marks(lambda tensor: tensor.untyped_storage()._cdata == t.untyped_storage()._cdata)
-    with marks:
+    with marking(marks):
         write(t)
     return [i for mark in marks.found({}).values() for i in mark.mask.nonzero().flatten().tolist()]
 
@@ -109,7 +117,7 @@ def test_a_custom_operator() -> None:
     """Both memories are copies while it tries, so that what adds up adds once."""
     keys, values = torch.zeros(4, 2), torch.ones(4, 2)
     marks = Marks(lambda tensor: tensor is keys or tensor is values)
-    with marks:
+    with marking(marks):
         put_two(keys, values, torch.tensor([2]), torch.zeros(1, 2))
         put_two(keys, values, torch.tensor([1]), torch.ones(1, 2))
     seen = [mark.mask.view(4, 2)[:, 0].tolist() for mark in marks.found({}).values()]
@@ -123,7 +131,7 @@ def test_what_a_part_of_an_operator_writes_is_seen(inference: bool) -> None:
     norm = torch.nn.BatchNorm1d(4)
     with torch.inference_mode(inference), torch.no_grad():
         marks = Marks(lambda tensor: tensor is norm.running_mean)
-        with marks:
+        with marking(marks):
             norm(torch.randn(3, 4))
 
     (mark,) = marks.found({}).values()
