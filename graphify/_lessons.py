@@ -22,6 +22,7 @@ from ._numbers import Numbers
 from ._optimizers import refusal_of, refused_code, steps
 from ._plain import Plain
 from ._record import has_gradients
+from ._repeats import Versions
 from ._survey import Survey
 from ._tree import tensors_of
 from ._trial import Snapshot, is_large
@@ -111,7 +112,7 @@ class Lessons:
         entry.large = large_writes(watch, survey, call)
         entry.numbers = numbers_of(survey.optimizers)
         lifted = {place.id for place in self.numbers.lifted(entry.numbers)}
-        entry.trust(Guard(survey, outside=(), written=lifted, device=watch.device))
+        entry.trust(self.setting.surveys.guard(survey, outside=(), written=lifted, device=watch.device))
         offence = self.offence(watch, stepped)
         if offence is not None:
             entry.refusal = Refusal("uncapturable", offence)
@@ -122,6 +123,14 @@ class Lessons:
             self._learn_histories(entry, call, renewed, survey)
             if has_gradients(result, call.tensors):
                 self._learn_gradients(entry, call, watch)
+            elif entry.refusal is None and not entry.whole and self.setting.backend.records_aside:
+                self._offer(entry, call, watch, survey)
+
+    def _offer(self, entry: Entry, call: Call, watch: Watch, survey: Survey) -> None:
+        """Let recordings repeat this warm-up."""
+        versions = Versions(call.tensors, survey)
+        by_reference = [i for i, _ in entry.addresses]
+        self.setting.repeats.keep(watch, survey, versions, versions.written(watch), by_reference)
 
     def _survey_with(self, call: Call, stepped: Sequence[Optimizer]) -> Survey:
         """What a run can reach, its optimizers included, whether or not a name leads to them."""

@@ -130,11 +130,12 @@ def _plan(run: RecordedRun, graph: Graph, result: Any, hidden: list[Any]) -> Gua
     written = {change.place.id for change in run.hidden}
     written |= run.numbers
     run.before.adopt(run.after, written)
-    placed = _plan_outside(run, graph)
+    run.to_repeat()  # while the survey has nothing that only the collector finds
+    _plan_outside(run, graph)
     _plan_arguments(run, graph)
+    if run.setting.backend.runs_live:
+        graph.bumped = []  # each replay is a run, which autograd counts by itself
     _plan_results(run, graph, result, hidden, run.after)
-    if placed and not graph.mutated:
-        run.to_repeat()
     surveys = run.setting.surveys
     return surveys.guard(run.before, outside=graph.kept, written=written, device=run.device)
 
@@ -156,13 +157,13 @@ def _plan_step(run: RecordedRun, graph: Graph, result: Any, hidden: list[Any]) -
         graph.step = run.step
 
 
-def _plan_outside(run: RecordedRun, graph: Graph) -> bool:
-    """Keep alive what the graph reads, and note what no guard can watch; whether the survey met it all."""
+def _plan_outside(run: RecordedRun, graph: Graph) -> None:
+    """Keep alive what the graph reads, and note what no guard can watch."""
     outside = run.watch.outside
     graph.kept += outside.values()
     if run.example is not None:
         graph.bumped += run.example.bumped
-        return True
+        return
     graph.bumped = run.watch.bumped()
     placed = run.step.known() if run.step is not None else set()
     found: list[str] = []
@@ -174,7 +175,6 @@ def _plan_outside(run: RecordedRun, graph: Graph) -> bool:
         else:
             run.before.places[place.id] = (place, tensor)
     graph.unguarded = tuple(found)
-    return not strange
 
 
 def _plan_arguments(run: RecordedRun, graph: Graph) -> None:

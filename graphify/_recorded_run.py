@@ -129,9 +129,10 @@ class RecordedRun:
         return watching(self.watch, self.setting.backend.listen)
 
     def to_repeat(self) -> None:
-        """Let later runs repeat this one, unless they could reach what this one did not show."""
-        if self._simple and self.example is None and not (self.watch.restrided or self.before.closed):
-            self.setting.repeats.keep(self.watch, self._versions)
+        """Let later runs repeat this one."""
+        if self._simple and self.example is None:
+            moved, mine = self._versions.moved(), self.inputs.by_reference
+            self.setting.repeats.keep(self.watch, self.before, self._versions, moved, mine)
 
     def _called(self) -> Any:
         if self.example is not None:

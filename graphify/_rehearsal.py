@@ -71,7 +71,7 @@ def _run(recorder: Recorder, entry: Entry, call: Call, blank: bool) -> None:
         with watching(watch, backend.listen), steps() as found:
             # Padding touches no state, but a step moves weights also where no row has a gradient.
             log.spares = lambda: not blank or watch.backward or bool(found)
-            result = recorder.setting.run(call.values)
+            result = recorder.setting.repeats.learn(lambda: recorder.setting.run(call.values))
         renewed = watch.renewed(call.tensors)
     lessons.learn(entry, call, watch, result, found, renewed)
 

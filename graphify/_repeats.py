@@ -7,8 +7,10 @@ found at places that a survey walks: what the same code may find there instead, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import is_
 from typing import TypeVar
 
 from torch import Tensor
@@ -28,36 +30,50 @@ class UnlikeError(Exception):
 
 
 class Versions:
-    """What a run writes, as autograd counts: the arguments and every tensor that a survey met, in order."""
+    """What a run writes, as autograd counts: of its arguments and of every tensor that a survey met, in order."""
 
     def __init__(self, inputs: Sequence[Tensor], survey: Found) -> None:
-        self.tensors = [*inputs, *(t for _, t in survey.tensors())]
-        self._inputs, self._nodes = len(inputs), next_node()
-        self._before = [None if t.is_inference() else t._version for t in self.tensors]
+        self.inputs, self._state = inputs, [t for _, t in survey.tensors()]
+        self._nodes = next_node()
+        self._before = [None if t.is_inference() else t._version for t in self._tensors()]
+
+    def _tensors(self) -> Iterator[Tensor]:
+        return chain(self.inputs, self._state)
 
     def moved(self) -> list[bool] | None:
         """Which were written since; None where that does not tell all: nobody counts, or autograd kept something."""
-        if None in self._before or next_node() != self._nodes:
+        if not self.counts or next_node() != self._nodes:
             return None
-        return [t._version != before for t, before in zip(self.tensors, self._before, strict=True)]
+        return [t._version != before for t, before in zip(self._tensors(), self._before, strict=True)]
 
-    def inputs(self) -> Sequence[Tensor]:
-        """The arguments among the tensors."""
-        return self.tensors[: self._inputs]
+    def written(self, watch: Watch) -> list[bool] | None:
+        """Which a run wrote that was watched."""
+        return [family_key(t) in watch.written for t in self._tensors()] if self.counts else None
+
+    def of_state(self, moved: list[bool]) -> list[Tensor]:
+        """Those of the survey, one for each memory."""
+        pairs = zip(self._state, moved[len(self.inputs) :], strict=True)
+        return list({family_key(t): t for t, wanted in pairs if wanted}.values())
+
+    @property
+    def counts(self) -> bool:
+        """Whether somebody counts the writes of all."""
+        return None not in self._before
 
     def over_the_same(self, other: Versions) -> bool:
         """Whether both met the same tensors; arguments are of other sizes."""
-        mine, theirs = self.tensors[self._inputs :], other.tensors[other._inputs :]
-        return len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs, strict=True))
+        return len(self._state) == len(other._state) and all(map(is_, self._state, other._state))
 
 
 class Example:
     """A run that was watched: what it touched, and what it moved on which path."""
 
     def __init__(self, path: Path, watch: Watch, versions: Versions, moved: list[bool]) -> None:
-        self._path, self._watch, self._versions, self._moved = path, watch, versions, moved
-        self._written = [i for i, t in enumerate(versions.inputs()) if family_key(t) in watch.written]
-        self.bumped = watch.bumped()
+        self._path, self._versions, self._moved, self._executed = path, versions, moved, watch.executed
+        arguments = {family_key(t) for t in versions.inputs}
+        self._outside = {key: t for key, t in watch.outside.items() if key not in arguments}
+        self._written = watch.written & self._outside.keys()
+        self.bumped = versions.of_state(moved)
 
     def is_for(self, versions: Versions) -> bool:
         """Whether a run over these tensors may repeat this one."""
@@ -65,8 +81,8 @@ class Example:
 
     def foretell(self, watch: Watch, versions: Versions) -> None:
         """Tell a watch that will not look on what the run will touch."""
-        inputs = versions.inputs()
-        watch.expect(self._watch, [inputs[i] for i in self._written])
+        arguments = [t for t, moved in zip(versions.inputs, self._moved, strict=False) if moved]
+        watch.expect(self._outside, self._written | {*map(family_key, arguments)}, self._executed)
 
     def repeat(self, run: Callable[[], T], versions: Versions) -> T:
         """Run as this one did.
@@ -102,11 +118,25 @@ class Repeats:
         self._example = None
         return run() if self._path is None else self._path.learn(run)
 
-    def keep(self, watch: Watch, versions: Versions) -> None:
-        """Take the run that was learned, with all that its watch found, for the example of later ones."""
-        moved = versions.moved()
-        if self._path is not None and moved is not None and not watch.executed.everything:
-            self._example = Example(self._path, watch, versions, moved)
+    def keep(
+        self,
+        watch: Watch,
+        survey: Found,
+        versions: Versions,
+        moved: list[bool] | None,
+        by_reference: Collection[int],
+    ) -> None:
+        """Take the run that was learned for the example of later ones, unless these could reach what it did not show."""
+        if self._path is None or moved is None:
+            return
+        written = {i for i, _ in enumerate(versions.inputs) if moved[i]}
+        unseen = watch.executed.everything or watch.restrided or survey.closed
+        if unseen or not written <= {*by_reference}:
+            return
+        arguments = {family_key(t) for t in versions.inputs}
+        if any(map(survey.over, arguments)) or not all(map(survey.over, watch.outside.keys() - arguments)):
+            return
+        self._example = Example(self._path, watch, versions, moved)
 
     def example(self, versions: Versions) -> Example | None:
         """What a run over these tensors may repeat."""

@@ -75,6 +75,8 @@ class Surveys:
         """
         if not self._keeping or survey.optimizers:
             return Guard(survey, outside=outside, written=written, device=device)
+        if not written:  # what the survey met is guarded anyway
+            outside = [t for t in outside if not survey.holds(t)]
         wanted = _Guarded(survey, outside, written, device)
         if self._guarded is None or not self._guarded.is_for(wanted):
             wanted.guard = Guard(survey, outside=outside, written=written, device=device)

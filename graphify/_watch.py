@@ -214,11 +214,10 @@ class Watch(InfraMode):
         base = tensor._base
         return met or self.is_older(tensor) or (base is not None and self._had_history(base))
 
-    def expect(self, like: Watch, written: Sequence[Tensor]) -> None:
-        """Take what another run touched for what the next one will, unwatched; `written`: its arguments that it writes."""
-        self.outside = like.outside
-        self.written = (like.written & like.outside.keys()) | {*map(family_key, written)}
-        self.executed.merge(like.executed)
+    def expect(self, outside: dict[int, Tensor], written: set[int], executed: Executed) -> None:
+        """Take what another run touched for what the next one will, unwatched."""
+        self.outside, self.written = outside, written
+        self.executed.merge(executed)
 
     def bumped(self) -> list[Tensor]:
         """The tensors from outside whose versions moved since the run first met them."""

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from .._code import user_line
-from .._composite import calls_others, uncovered
+from .._composite import uncovered
 from .._illegal import tensors_in
 from .._mode import InfraMode
+from .._operators import operator_of
 from .._undo import UndoLog
 from ..errors import CaptureError
 from ._memory import Slot
@@ -38,7 +39,7 @@ class Recorder(InfraMode):
         self.owned: dict[int, Tensor] = {}  # one alias of each storage that the run made
         self.pins: Counter[int] = Counter()  # how many aliases the tape holds of each storage
         self._sizes: dict[int, tuple[torch.UntypedStorage, int]] = {}
-        self._last = "its beginning"
+        self._last: Any = "its beginning"
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -47,26 +48,28 @@ class Recorder(InfraMode):
             return NotImplemented  # the operators on the tensors inside come next
         kwargs = kwargs or {}
         _check_kind(func, types)
-        self.check_streams(f"`{func}`")
-        for value in (*args, *kwargs.values()):
+        self.check_streams(func)
+        operator = operator_of(func, "cpu")
+        for value in (*args, *kwargs.values()) if operator.generator else ():
             if isinstance(value, torch.Generator):
                 self.streams.add(value)
         call = Call(func, args, kwargs)
         self._save_written(call)
-        if calls_others(func, "cpu"):
+        if operator.calls_others:
             with uncovered(func, "cpu") as call.found:
-                result = settled(func, func(*args, **kwargs))
+                result = settled(func, operator.call(*args, **kwargs))
         else:
-            result = settled(func, func(*args, **kwargs))
+            result = settled(func, operator.call(*args, **kwargs))
         self._keep(call, result, drew=self.streams.moved())
-        self._last = f"`{func}`"
+        self._last = func
         return result
 
-    def check_streams(self, where: str) -> None:
-        """Raise if Python code has moved a generator since the last operator."""
+    def check_streams(self, here: Any) -> None:
+        """Raise if Python code has moved a generator since the last operator; `here` is the next one, or a word."""
         if self.streams.moved():
+            before, after = (p if isinstance(p, str) else f"`{p}`" for p in (self._last, here))
             raise CaptureError(
-                f"Python code moved a random generator between {self._last} and {where}",
+                f"Python code moved a random generator between {before} and {after}",
                 where=user_line(),
                 why="a replay repeats operators only, so its random numbers would differ from eager's",
                 fix="seed, fork or restore generators outside the graphed function;"

@@ -71,6 +71,8 @@ class Backend(Protocol):
     device_type: str
     nodes_have_streams: bool
     """Whether autograd runs a node on the stream on which it was made."""
+    records_aside: bool
+    """Whether a recording runs no Python of its own between the operators of the run."""
     runs_live: bool
     """Whether the run that `record` makes already did its work; the first replay then does nothing."""
 

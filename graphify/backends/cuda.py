@@ -114,6 +114,7 @@ class CudaBackend:
     name = "cuda"
     device_type = "cuda"
     nodes_have_streams = True
+    records_aside = True
     runs_live = False
 
     def __init__(self) -> None:

@@ -117,6 +117,7 @@ class EagerBackend:
     name = "eager"
     device_type = ""  # any: autocast and the like are asked about on the CPU
     nodes_have_streams = False
+    records_aside = False
     runs_live = True
 
     def device_of(self, tensors: Iterable[Tensor]) -> torch.device | None:

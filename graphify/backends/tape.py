@@ -130,6 +130,7 @@ class TapeBackend:
     name = "tape"
     device_type = "cpu"
     nodes_have_streams = False
+    records_aside = False
     runs_live = False
 
     def device_of(self, tensors: Iterable[Tensor]) -> torch.device | None:
