@@ -215,6 +215,7 @@ class Runs:
             watch.around = marks.around
             with watching(watch, backend.listen), steps(), self._blaming(cut):
                 result = lessons.setting.run(call.values)
+            watch.around = None
             with self._blaming(cut):
                 run = self._taken(result, watch, marks, survey, call, cut)
         left = [*run.results, *run.state.values(), *run.arguments, *run.grads.values()]
@@ -225,12 +226,13 @@ class Runs:
         """What no other start is tried for: integers, which may be indices, and arguments that are not padded."""
         dims = self.fit.dims()
         whole = {family_key(t) for leaf, t in enumerate(tensors) if leaf not in dims}
+        born, given = watch.born, watch.given  # not the watch, which is to hold this
 
         def wanted(tensor: Tensor) -> bool:
             key = family_key(tensor)
-            if tensor.layout is not torch.strided or key in watch.born or is_large(tensor):
+            if tensor.layout is not torch.strided or key in born or is_large(tensor):
                 return False
-            return key in whole if key in watch.given else not tensor.is_floating_point()
+            return key in whole if key in given else not tensor.is_floating_point()
 
         return wanted
 

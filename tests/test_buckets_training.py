@@ -5,6 +5,8 @@ The data are whole numbers: sums over more rows are then equal bit for bit.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from training import Wrap, grads, same
 
 from graphify import CaptureError, GraphifyWarning, PaddingError, graphify
+from graphify._watch import Watch
 
 SIZES = (3, 3, 3, 4, 1, 1, 2, 5, 5, 8, 6, 7, 3, 2, 8, 1)
 
@@ -413,3 +416,35 @@ def test_outside_memory_that_gets_a_history(backend: str, device: torch.device) 
     with pytest.raises(CaptureError, match="table"):
         graphed(x)
     assert torch.equal(table, weight * 2)
+
+
+def test_what_watched_a_run_goes_with_it(
+    monkeypatch: pytest.MonkeyPatch, backend: str, device: torch.device
+) -> None:
+    """No cycle keeps the histories of a proof's runs: a leaf's node that lives on would be met by the next capture."""
+    alive: weakref.WeakSet[Watch] = weakref.WeakSet()
+    plain = Watch.__init__
+
+    def begin(self: Watch, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        alive.add(self)
+
+    monkeypatch.setattr(Watch, "__init__", begin)
+    weight = torch.ones(3, device=device, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        loss = (x * weight).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    graphed = graphify(step, buckets=[4, 8], pad={"x": 0}, backend=backend)
+    gc.collect()
+    gc.disable()
+    try:
+        for size in (3, 4, 2, 3):
+            weight.grad = None
+            graphed(torch.randn(size, 3, device=device))
+        kept = len(alive)
+    finally:
+        gc.enable()
+    assert kept == (1 if backend == "eager" else 0), "the eager backend runs under the watch of the recording"
