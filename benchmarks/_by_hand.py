@@ -30,12 +30,13 @@ class BucketRunner:
         self.out = step(*self.inputs)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def capture(self) -> None:
-        """Record all graphs with nothing but padding in them."""
+    def capture(self, warmups: int = 1) -> None:
+        """Record all graphs with nothing but padding in them, each after so many runs."""
         pool = None
         for size in reversed(self.sizes):
             inputs, out = [x[:size] for x in self.inputs], self.out[:size]
-            out.copy_(self.step(*inputs))
+            for _ in range(warmups):
+                out.copy_(self.step(*inputs))
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool):
                 out.copy_(self.step(*inputs))
