@@ -83,13 +83,15 @@ class Lessons:
         self.plain.note_beside()
         return result
 
-    def survey(self, call: Call) -> Survey:
-        """What a run of this call may change; all that is in reach while nothing is known of its code."""
+    def survey(self, call: Call, *, after: bool = False) -> Survey:
+        """What a run of this call may change; all that is in reach while nothing is known of its code.
+
+        `after`: a run was, which is still to be undone.
+        """
         known = self.executed if self.executed.codes else Executed(everything=True)
-        self.setting.surveys.ran()
-        return self.setting.surveys.of(self.setting.roots(call), known).beyond(
-            [("arguments", list(call.values))]
-        )
+        surveys, roots = self.setting.surveys, self.setting.roots(call)
+        found = surveys.after(roots, known) if after else surveys.of(roots, known)
+        return found.beyond([("arguments", list(call.values))])
 
     def known_generators(self) -> list[torch.Generator]:
         """Those that runs so far drew from."""

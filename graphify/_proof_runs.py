@@ -262,7 +262,7 @@ class Runs:
 
     def _rebound(self, survey: Survey, call: Call) -> dict[str, Tensor]:
         """The tensors that the run left in Python's hands: attributes, and gradients of parameters."""
-        changes = survey.changes(self.lessons.survey(call))
+        changes = survey.changes(self.lessons.survey(call, after=True))
         dims = self.fit.dims()
         mine = {family_key(t): call.tree.tensor_paths[i] for i, t in enumerate(call.tensors) if i in dims}
         for change in changes if self.state else ():
