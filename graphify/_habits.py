@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ class Habits:
     def __init__(self, say: Callable[[str, str], None], static_args: Collection[str]) -> None:
         self._say, self._static = say, static_args
         self._rebinds: Counter[str] = Counter()
+        self._bound: dict[str, Callable[[], Any]] = {}
         self.scalars_are_read = False
         """Whether code reads host scalars, so that they stay values."""
         self._values: dict[tuple[Any, ...], set[Any]] = {}
@@ -46,13 +48,20 @@ class Habits:
                 )
         return None
 
-    def rebound(self, name: str, *, idle: bool) -> None:
-        """A name leads to another tensor than the graph reads, which was of use before unless `idle`."""
+    def rebound(self, name: str, now: Any, *, idle: bool) -> None:
+        """A name leads to another tensor than the graph reads, which was of use before unless `idle`.
+
+        That counts once, however many graphs meet it; `now` is the tensor, or where its memory is.
+        """
+        if name in self._bound and _is_same(self._bound[name](), now):
+            return
+        self._bound[name] = weakref.ref(now) if isinstance(now, Tensor) else lambda: now
         self._rebinds[name] = self._rebinds[name] + 1 if idle else 0
 
     def forget_rebinds(self) -> None:
         """Begin anew with names that were bound to other tensors."""
         self._rebinds.clear()
+        self._bound.clear()
 
     def _unsettled(self, entry: Entry, ready: Iterable[Entry]) -> Refusal | None:
         """Sizes that never settle end in few graphs, not in one per call."""
@@ -127,6 +136,10 @@ class Habits:
                 "opaque",
                 f"{paths} is a new object at each call, so no call is ever captured: keep one object",
             )
+
+
+def _is_same(known: Any, now: Any) -> bool:
+    return known is now or (not isinstance(now, Tensor) and not isinstance(known, Tensor) and known == now)
 
 
 def _family(tree: Tree, shapes: Sequence[Sequence[int]]) -> tuple[Tree, tuple[int, ...]]:

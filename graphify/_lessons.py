@@ -54,6 +54,8 @@ class Lessons:
         self.executed = Executed()
         self.generators: dict[int, torch.Generator] = {}
         self.numbers = Numbers()
+        self.caches = False
+        """Whether runs may find or leave tensors where no survey looks."""
 
     def warm_up(self, entry: Entry, call: Call) -> Any:
         """Run for real, on the capture stream, and learn what a capture would meet."""
@@ -111,6 +113,7 @@ class Lessons:
         self.generators.update(watch.generators)
         entry.warmed += 1
         survey = self._survey_with(call, stepped)
+        self.caches = self.caches or bool(survey.closed)
         entry.large = large_writes(watch, survey, call)
         entry.numbers = numbers_of(survey.optimizers)
         lifted = {place.id for place in self.numbers.lifted(entry.numbers)}

@@ -78,8 +78,8 @@ class Life:
         return changed
 
     def alike(self, entry: Entry) -> Entry | None:
-        """A recorded entry that differs in sizes only, where code that was compiled for its sizes cannot matter."""
-        if self.lessons.executed.everything:
+        """A recorded entry that differs in sizes only; none where a first run of a size may compile, or fill a cache."""
+        if self.lessons.executed.everything or self.lessons.caches:
             return None
         found = (
             e for e in self.entries.ready if e.tree == entry.tree and e.key[:2] == entry.key[:2] and e.holds()
@@ -96,7 +96,7 @@ class Life:
             self.habits.count_value(("place", miss.place, miss.name), miss.now, miss.name)
             return
         if entry.graph is not None:
-            self.habits.rebound(miss.name, idle=entry.graph.uses == 0)
+            self.habits.rebound(miss.name, miss.now, idle=entry.graph.uses == 0)
         self.entries.forget(entry)
 
     def _new(self, table: Table, key: Any, call: Call) -> Entry:

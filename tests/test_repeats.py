@@ -276,6 +276,35 @@ class TestPromises:
             assert graphed(x).equal(x * float(size))
         del rubbish
 
+    def test_a_cache_that_the_first_runs_fill(self, backend: str, device: torch.device) -> None:
+        """What a run leaves in a cache is eager's: none is recorded before one of its size was made."""
+
+        @functools.cache
+        def table(size: int) -> Tensor:
+            return torch.full((3,), float(size), device=device)
+
+        class Cached(Net):
+            def factor(self, size: int) -> Tensor:
+                return table(size)
+
+        net = Cached(device)
+        graphed = captured(net, backend, device)
+        for size in SIZES:
+            x = torch.randn(size, 3, device=device)
+            assert net(x).equal(x * float(size))
+        compare(graphed, net, device, [4, 1, 8, 2])
+
+    def test_one_new_weight_is_one_change(self, backend: str, device: torch.device) -> None:
+        """All buckets notice the same replacement, which is not "again and again": each is recorded anew."""
+        net = OneWay(device)
+        net.register_parameter("weight", nn.Parameter(torch.ones(3, device=device)))
+        graphed = captured(net, backend, device)
+        net.load_state_dict({"weight": torch.zeros(3, device=device)}, assign=True)
+        for size in (*SIZES, *SIZES, *SIZES):
+            x = torch.randn(size, 3, device=device)
+            assert graphed(x).equal(net(x))
+        assert graphed.stats().replays == len(SIZES)
+
     def test_an_argument_that_all_sizes_write(
         self, backend: str, device: torch.device, watched: list[int]
     ) -> None:
