@@ -161,15 +161,20 @@ def find_place(tensor: Tensor, ignore: Iterable[Any]) -> Place | None:
     """Where Python holds a tensor that no survey met, found through the garbage collector."""
     skipped = {id(x) for x in ignore}
     for holder in gc.get_referrers(tensor):
-        if id(holder) in skipped:
-            continue
-        if isinstance(holder, dict):
-            key = _key_of(tensor, holder)
-            if key is not None:
-                return Place(holder, key, "item", f"an item {key!r} of a dict")
         if isinstance(holder, CellType):
             return Place(holder, "", "cell", "a closure variable")
+        held = _dict_of(holder)
+        key = None if held is None or id(held) in skipped else _key_of(tensor, held)
+        if held is not None and key is not None:
+            return Place(held, key, "item", f"an item {key!r} of a dict")
     return None
+
+
+def _dict_of(holder: Any) -> dict[Any, Any] | None:
+    """A dict, or that of an object: since Python 3.13 the object itself holds what its dict shows. Not of one of ours."""
+    held = holder if isinstance(holder, dict) else getattr(holder, "__dict__", None)
+    ours = type(holder).__module__.startswith("graphify.")
+    return held if isinstance(held, dict) and not ours else None
 
 
 def _key_of(tensor: Tensor, holder: dict[Any, Any]) -> Any:
