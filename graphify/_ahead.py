@@ -20,8 +20,10 @@ from ._layout import family_key
 from ._life import Life
 from ._options import off_everywhere
 from ._rehearsal import rehearse
-from ._sizes import Sized, Sizes
+from ._sized import Sized
+from ._sizes import Sizes
 from ._specification import same_path
+from ._trust import UNTRIED
 from ._watch import Watch
 from .errors import CaptureError, GraphifyError
 from .stats import BucketRecord, CapturedBuckets
@@ -139,9 +141,18 @@ def capture_all(
                 raise _not_captured(life.setting.name, entry)
             names = {bucket.name: size for bucket, size in zip(axes.buckets, full, strict=True)}
             seconds = time.perf_counter() - started
-            made.append(BucketRecord(names, seconds, graph.bytes, graph.nodes, sizes.unproved(entry)))
+            made.append(BucketRecord(names, seconds, graph.bytes, graph.nodes, _unproved(entry)))
         life.setting.backend.reclaim()
     return CapturedBuckets(life.setting.name, tuple(made))
+
+
+def _unproved(bucket: Entry) -> str:
+    """Why the padding of a bucket was not compared with eager; empty when it was."""
+    if bucket.proof is not None:
+        return str(bucket.proof.said)
+    if bucket.large:
+        return UNTRIED
+    return "the example fills it: the first call that is padded proves it"
 
 
 def largest_two(grid: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:

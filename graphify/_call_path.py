@@ -15,10 +15,10 @@ from ._binding import binder_of
 from ._entry import Entry, Table
 from ._graph import Call, Setting
 from ._life import Life
-from ._options import Options, switch
+from ._options import Options, sizes_wanted, switch
 from ._pool import GraphPool
 from ._signature import ambient_reader, inactive, matcher_of, overlap, same_ambient
-from ._sizes import Sizes, sizes_wanted
+from ._sizes import Sizes
 from ._tree import tree_of
 from .backends import backend_for
 from .backends.base import Backend

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from ._padding import Pad
+from ._binding import Binder
+from ._padding import Fills, Pad
 from ._pool import GraphPool
+from ._specification import Specification, specification
 from .buckets import Buckets
 
-__all__ = ["BACKENDS", "Options", "disabled", "off_everywhere", "switch"]
+__all__ = ["BACKENDS", "Options", "disabled", "off_everywhere", "sizes_wanted", "switch"]
 
 BACKENDS = ("auto", "cuda", "tape", "eager")
 
@@ -112,3 +114,17 @@ def disabled() -> Iterator[None]:
         yield
     finally:
         switch.off = before
+
+
+def sizes_wanted(options: Options, binder: Binder) -> tuple[Specification | None, Fills]:
+    """The options that speak of sizes, checked against the arguments.
+
+    Raises:
+        TypeError, ValueError: what is wrong at which argument, and the right form.
+    """
+    for name in options.static_args:
+        if name not in binder.names and binder.stars is None:
+            known = ", ".join(binder.names) or "none"
+            raise ValueError(f"static_args: there is no argument `{name}`; the arguments are: {known}.")
+    wanted = specification(options.buckets, binder.names, stars=binder.stars, static=options.static_args)
+    return wanted, Fills(options.pad, binder.names, stars=binder.stars)

@@ -236,7 +236,7 @@ def _check_memory(run: RecordedRun, results: Iterable[tuple[str, Tensor]], known
     for path, made in results:
         if id(made) not in known and not has_memory(made):
             raise without_memory(f"`{path}`", made, _PARTS.format("return"))
-    outside = () if run.example is not None else run.watch.outside.values()  # the example has none
+    outside = () if run.example is not None else run.watch.outside.values()  # an example showed these
     for read in outside:
         if not has_memory(read):
             raise without_memory(_name_of(run, read), read, _PARTS.format("use"))

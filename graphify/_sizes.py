@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ._axes import Axes
-from ._binding import Binder
 from ._cuts import Learner, Way, teach
 from ._entry import Entry, Refusal, Table
 from ._exacts import Exacts
@@ -20,50 +19,21 @@ from ._forms import plain_layout
 from ._graph import Call, Graph
 from ._layout import family_key
 from ._life import Life
-from ._options import Options
 from ._padding import Fills, Fit
 from ._proofs import prove
 from ._rehearsal import rehearse
 from ._signature import overlap
-from ._specification import Specification, specification
+from ._sized import Sized, parted
+from ._specification import Specification
 from ._tree import tensors_of
-from ._trust import UNTRIED, Proof, trusted, untried
+from ._trust import Proof, trusted, untried
 from ._untried import at_exact_size, foresees, padded
 from ._verdicts import shared_memory
 from .errors import CaptureError, InputError, PaddingError, alone
 
-__all__ = ["Sized", "Sizes", "sizes_wanted"]
+__all__ = ["Sizes"]
 
 _MANY = 1024
-
-
-def sizes_wanted(options: Options, binder: Binder) -> tuple[Specification | None, Fills]:
-    """The options that speak of sizes, checked against the arguments.
-
-    Raises:
-        TypeError, ValueError: what is wrong at which argument, and the right form.
-    """
-    for name in options.static_args:
-        if name not in binder.names and binder.stars is None:
-            known = ", ".join(binder.names) or "none"
-            raise ValueError(f"static_args: there is no argument `{name}`; the arguments are: {known}.")
-    wanted = specification(options.buckets, binder.names, stars=binder.stars, static=options.static_args)
-    return wanted, Fills(options.pad, binder.names, stars=binder.stars)
-
-
-class Sized(Entry):
-    """What is known of calls of one exact size."""
-
-    def __init__(self, table: Table, key: Any, fit: Fit, fills: Sequence[tuple[Any, bool]]) -> None:
-        super().__init__(table.tree, key, None)
-        self.fit, self.choices = fit, fills
-        self.fills = [fill for fill, _ in fills]
-
-    def follow(self, bucket: Entry, graph: Any) -> None:
-        """Use this graph for as long as the bucket does and its guard holds."""
-        whole, holds = bucket.graph, bucket.holds
-        self.bucket, self.graph, self.admits = bucket, graph, bucket.admits
-        self.holds = lambda: bucket.graph is whole and holds()
 
 
 class Sizes:
@@ -148,7 +118,7 @@ class Sizes:
             entry.refusal = Refusal("above", advice=f"{axes.above(live)}: add a larger size to `buckets`")
         elif 0 in live:
             entry.refusal = Refusal("empty")
-        elif (shared := self._shared(table, entry.fit, key[3])) is not None:
+        elif (shared := parted(table.tree.tensor_paths, entry.fit, key[3])) is not None:
             entry.refusal = Refusal("input", shared)
         return entry
 
@@ -179,17 +149,6 @@ class Sizes:
     def choices(self, table: Table) -> list[tuple[Any, bool]]:
         """The fill of each tensor, and whether the user chose it."""
         return [self.fills.of(path) for path in table.tree.tensor_paths]
-
-    def _shared(self, table: Table, fit: Fit, groups: Any) -> InputError | None:
-        """Tensors that share memory would be padded apart; one tensor given twice is padded once."""
-        for group in groups or ():
-            places = [shared.place for shared in group]
-            if len({shared.first for shared in group}) > 1 and not fit.dims().keys().isdisjoint(places):
-                names = " and ".join(f"`{table.tree.tensor_paths[place]}`" for place in places)
-                return InputError(
-                    f"{names} share memory, and padding would part them. Pass clones, or leave them out of `buckets`."
-                )
-        return None
 
     # -- advancing
 
@@ -253,14 +212,6 @@ class Sizes:
             if bucket.refusal is not None:
                 self.life.entries.discard(bucket)
         return bucket
-
-    def unproved(self, bucket: Entry) -> str:
-        """Why the padding of a bucket was not compared with eager; empty when it was."""
-        if bucket.proof is not None:
-            return str(bucket.proof.said)
-        if bucket.large:
-            return UNTRIED
-        return "the example fills it: the first call that is padded proves it"
 
     def _bucket(self, entry: Sized, padded: tuple[Tensor, ...], call: Call) -> Entry:
         # Not the entry's own table, which would be a reference cycle.

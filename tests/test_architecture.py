@@ -94,7 +94,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     ),
     5: (
         *("_ahead", "_entries", "_exacts", "_habits", "_lessons", "_life", "_numbers", "_plain", "_proofs"),
-        *("_gradients", "_proof_runs", "_recorder", "_rehearsal", "_sizes", "_untried", "_verify"),
+        *("_gradients", "_proof_runs", "_recorder", "_rehearsal", "_sized", "_sizes", "_untried", "_verify"),
     ),
     6: ("_call_path", "_check", "_compiled", "_controls", "_decorate", "_method", "_module", "_wrapper"),
     7: (
@@ -167,11 +167,11 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_recorder": ("_entries", "_habits", "_lessons", "_plain", "_verify"),
     "_rehearsal": ("_recorder",),
     "_life": ("_entries", "_habits", "_lessons", "_plain", "_recorder"),
-    "_ahead": ("_entries", "_life", "_rehearsal", "_sizes"),
+    "_ahead": ("_entries", "_life", "_rehearsal", "_sized", "_sizes"),
     "_exacts": ("_lessons",),
     "_proof_runs": ("_exacts", "_gradients", "_lessons"),
     "_proofs": ("_exacts", "_lessons", "_proof_runs"),
-    "_sizes": ("_exacts", "_life", "_proofs", "_rehearsal", "_untried"),
+    "_sizes": ("_exacts", "_life", "_proofs", "_rehearsal", "_sized", "_untried"),
     "_untried": ("_life",),
     "_verify": ("_gradients",),
     "_check": ("_method", "_module"),
