@@ -258,7 +258,7 @@ def test_any_program_at_any_size(backend: str, device: torch.device, repeated: l
     """Results, arguments and state follow eager, through every change of what the program finds, or it says why not."""
     tally: Counter[str] = shown(Counter())
 
-    @share(0.15)
+    @share(0.08)
     @given(plans)
     def run(plan: Plan) -> None:
         tally["runs"] += 1
