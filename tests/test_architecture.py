@@ -47,7 +47,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
             "_layout",
             "_mode",
         ),
-        *("_nearness", "_padding", "_paths", "_pulled", "_rules"),
+        *("_nearness", "_padding", "_paths", "_pulled", "_rules", "_shadows"),
         *("_signature", "_specification", "_specs", "_stand_ins", "_tree", "_tree_code", "buckets", "stats"),
     ),
     2: (
@@ -111,6 +111,7 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_auto": ("_axes", "_specification", "buckets"),
     "_axes": ("buckets",),
     "_code": ("_following",),
+    "_detaching": ("_shadows",),
     "_arrivals": ("_pulled",),
     "_gate": ("_ambient", "_arrivals", "_pulled"),
     "_paths": ("_code", "_following"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._shadows import Shadows, shadow
 from .base import Report
 
 __all__ = ["listen"]
@@ -27,11 +28,6 @@ _ALWAYS = (
     "numpy",
     "tolist",
 )
-
-# Process-wide, because methods are: who listens, and what to put back when the last one leaves.
-_lock = threading.Lock()
-_listeners = 0
-_restorers: list[Callable[[], None]] = []
 
 
 class _Ears(threading.local):
@@ -64,32 +60,13 @@ def listen(
     On a CPU tensor `.to` counts as a read only when it names the CPU in a string: `x.to(y.device)` is the
     usual way to stay on the device. A `TorchFunctionMode` would hear more, but it switches off fast paths.
     """
-    _install()
     listener = (report, device_type, frozenset(names))
     _ears.listeners.append(listener)
     try:
-        yield
+        with _shadows.cast():
+            yield
     finally:
         _ears.listeners.remove(listener)
-        _uninstall()
-
-
-def _install() -> None:
-    global _listeners  # noqa: PLW0603
-    with _lock:
-        _listeners += 1
-        if _listeners == 1:
-            for name in _ALWAYS:
-                _patch(name, _is_read)
-            _patch("to", _names_cpu)
-
-
-def _uninstall() -> None:
-    global _listeners  # noqa: PLW0603
-    with _lock:
-        _listeners -= 1
-        while not _listeners and _restorers:
-            _restorers.pop()()
 
 
 def _is_read(*args: Any, **kwargs: Any) -> bool:
@@ -101,12 +78,10 @@ def _names_cpu(*args: Any, **kwargs: Any) -> bool:
     return isinstance(device, str) and device.partition(":")[0] == "cpu"
 
 
-def _patch(name: str, reads: Callable[..., bool]) -> None:
-    """Shadow a method with one that reports first. Other threads pass straight through."""
-    original, inherited = getattr(Tensor, name), name not in vars(Tensor)
+def _reporting(name: str, reads: Callable[..., bool], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that reports first. Other threads pass straight through."""
     title = f"Tensor.{name}"
 
-    @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         reports = _ears.reports(self, name)
         if not reports or not reads(*args, **kwargs):
@@ -119,10 +94,12 @@ def _patch(name: str, reads: Callable[..., bool]) -> None:
         finally:
             _ears.busy = False
 
-    def restore() -> None:
-        # If somebody has patched over us since, theirs stays: ours below it is deaf without listeners.
-        if vars(Tensor).get(name) is method:
-            delattr(Tensor, name) if inherited else setattr(Tensor, name, original)
+    return method
 
-    setattr(Tensor, name, method)
-    _restorers.append(restore)
+
+_READS = dict.fromkeys(_ALWAYS, _is_read) | {"to": _names_cpu}
+_shadows = Shadows(
+    lambda: [
+        shadow(Tensor, name, functools.partial(_reporting, name, reads)) for name, reads in _READS.items()
+    ]
+)

@@ -1,0 +1,52 @@
+"""Methods that others stand in front of while somebody listens: for the whole process, because methods are."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["Shadows", "shadow"]
+
+Restore = Callable[[], None]
+
+
+class Shadows:
+    """Some methods, shadowed as long as anybody is inside `cast()`, whatever the thread."""
+
+    def __init__(self, install: Callable[[], Iterable[Restore]]) -> None:
+        self._install = install
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._restorers: list[Restore] = []
+
+    @contextmanager
+    def cast(self) -> Iterator[None]:
+        """Shadow them inside."""
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._restorers.extend(self._install())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                while not self._inside and self._restorers:
+                    self._restorers.pop()()
+
+
+def shadow(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Restore:
+    """Put what `wrap` makes of a method, or of a function of this name, in its place; answers what puts it back."""
+    original, inherited = getattr(owner, name), name not in vars(owner)
+    made = functools.wraps(original)(wrap(original))
+
+    def restore() -> None:
+        # If somebody has patched over us since, theirs stays: ours below it is deaf without listeners.
+        if vars(owner).get(name) is made:
+            delattr(owner, name) if inherited else setattr(owner, name, original)
+
+    setattr(owner, name, made)
+    return restore
