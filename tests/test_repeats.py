@@ -80,8 +80,13 @@ def compare(graphed: Any, target: Callable[..., Tensor], device: torch.device, s
     assert graphed.stats().replays == before + len(sizes)
 
 
-def survives(graphed: Any, device: torch.device) -> None:
-    """Replays still multiply by the size, though nobody else holds that factor and its memory is wanted."""
+def outlives(net: Net, table: Any, backend: str, device: torch.device, watched: list[int]) -> None:
+    """Graphs recorded over a full cache, each under a watch, multiply by the size when nobody else holds that factor."""
+    for size in SIZES:
+        net(torch.randn(size, 3, device=device))
+    graphed = captured(net, backend, device)
+    assert watched == [8, 4, 2, 1]
+    table.cache_clear()
     gc.collect()
     rubbish = [torch.full((3,), -9.0, device=device) for _ in range(64)]
     for size in (2, 8, 4):
@@ -234,24 +239,16 @@ class TestPromises:
         self, backend: str, device: torch.device, watched: list[int]
     ) -> None:
         """A cache of functools answers each size with a tensor that only it holds: its graph keeps that alive."""
-        made: list[int] = []
 
         @functools.cache
         def table(size: int) -> Tensor:
-            made.append(size)
             return torch.full((3,), float(size), device=device)
 
         class Cached(Net):
             def factor(self, size: int) -> Tensor:
                 return table(size)
 
-        net = Cached(device)
-        for size in SIZES:
-            net(torch.randn(size, 3, device=device))
-        graphed = captured(net, backend, device)
-        assert watched == [8, 4, 2, 1]
-        table.cache_clear()
-        survives(graphed, device)
+        outlives(Cached(device), table, backend, device, watched)
 
     def test_a_cache_that_shares_with_an_attribute(
         self, backend: str, device: torch.device, watched: list[int]
@@ -269,12 +266,7 @@ class TestPromises:
 
         net = Shared(device)
         net.one = table(8)
-        for size in SIZES:
-            net(torch.randn(size, 3, device=device))
-        graphed = captured(net, backend, device)
-        assert watched == [8, 4, 2, 1]
-        table.cache_clear()
-        survives(graphed, device)
+        outlives(net, table, backend, device, watched)
 
     def test_a_cache_that_the_first_runs_fill(self, backend: str, device: torch.device) -> None:
         """What a run leaves in a cache is eager's: none is recorded before one of its size was made."""
