@@ -29,7 +29,7 @@ from ._verdicts import (
     random_draw,
     side_effect,
 )
-from ._watch import Watch, fresh_casts, watching
+from ._watch import Watch, apart, watching
 from ._whole_step import WholeStep, hooks_on
 from .errors import again
 
@@ -125,7 +125,7 @@ class RecordedRun:
 
     def _seen(self) -> AbstractContextManager[Any]:
         if self.example is not None:
-            return fresh_casts(self.device)
+            return apart(self.device)
         return watching(self.watch, self.setting.backend.listen)
 
     def to_repeat(self) -> None:

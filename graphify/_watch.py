@@ -24,7 +24,7 @@ from ._operators import Operator, operator_of
 from ._undo import UndoLog, version_of, writes_of
 from .errors import CaptureError, again
 
-__all__ = ["Watch", "fresh_casts", "next_node", "watching"]
+__all__ = ["Watch", "apart", "next_node", "watching"]
 
 aten = torch.ops.aten
 Around = Callable[[Any, Any, dict[str, Any], Callable[[], Any]], Any]
@@ -277,25 +277,31 @@ def _averaging() -> Offence | None:
 
 @contextmanager
 def watching(watch: Watch, listen: Callable[[Callable[[str], None]], Any]) -> Iterator[Watch]:
-    """Run the body under a watch, with no cast from outside in autocast's cache, and none left there.
-
-    Backwards inside run on this thread: it may hold a lock for which the device's thread for backwards waits, and
-    that thread lets go of a backward's nodes only after it is over. Handles and plans of libraries, too, are a
-    thread's own, and so is what follows the code that runs.
-    """
+    """Run the body under a watch, and apart."""
     with (
-        torch.autograd.set_multithreading_enabled(False),
         hearing_detach(watch.detaches),
         listen(watch.host_read),
         watch.executed.following(),
-        fresh_casts(watch.device),
+        apart(watch.device),
         watch,
     ):
         yield watch
 
 
 @contextmanager
-def fresh_casts(device: torch.device) -> Iterator[None]:
+def apart(device: torch.device) -> Iterator[None]:
+    """Run the body on this thread alone, with no cast from outside in autocast's cache, and none left there.
+
+    Backwards inside run here, too: this thread may hold a lock for which the device's thread for backwards waits, and
+    that thread lets go of a backward's nodes only after it is over. Handles and plans of libraries, too, are a
+    thread's own, and so is what follows the code that runs.
+    """
+    with torch.autograd.set_multithreading_enabled(False), _fresh_casts(device):
+        yield
+
+
+@contextmanager
+def _fresh_casts(device: torch.device) -> Iterator[None]:
     """Autocast with a cache of this run's own: a cast from before may be stale, one from inside belongs to a graph.
 
     Inside, the cache stays on, since it decides in which precision the gradients of a cast add up.
