@@ -279,11 +279,11 @@ def _averaging() -> Offence | None:
 def watching(watch: Watch, listen: Callable[[Callable[[str], None]], Any]) -> Iterator[Watch]:
     """Run the body under a watch, and apart."""
     with (
+        apart(watch.device),
         hearing_detach(watch.detaches),
         listen(watch.host_read),
-        watch.executed.following(),
-        apart(watch.device),
         watch,
+        watch.executed.following(),  # last: names that the others load are not the body's
     ):
         yield watch
 

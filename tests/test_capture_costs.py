@@ -95,6 +95,17 @@ class TestCounts:
         captured(Net(), backend, device, MANY, MANY[-1])
         assert len(guards) <= 3
 
+    @pytest.mark.parametrize("name", ["mode", "prev", "old_dispatch_mode_flags"])
+    def test_names_of_the_watch(self, backend: str, device: torch.device, name: str) -> None:
+        """A field that torch's own switches name, and the function does not, may change: what was captured still holds."""
+        net = Net().to(device)
+        graphed = graphify(net.forward, backend=backend)
+        for turn in range(4):
+            setattr(net, name, turn // 2)
+            x = torch.randn(2, 3, device=device)
+            assert torch.equal(graphed(x), net(x))
+        assert graphed.stats().warmups == graphed.stats().captures == 1
+
 
 class LeavesOne(Net):
     """Leaves its result in an attribute, at one size only."""
