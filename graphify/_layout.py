@@ -20,8 +20,15 @@ __all__ = [
 
 
 _STRIDED = torch.strided
-# The same number as `untyped_storage()._cdata`, without making Python's object of the storage.
-_storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+
+
+def _storage_number(tensor: Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+# The same number, without making Python's object of the storage.
+_storage_address: Callable[[Tensor], int] = getattr(torch._C, "_storage_address", _storage_number)
 
 
 def family_key(tensor: Tensor) -> int:

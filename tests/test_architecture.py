@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import itertools
 import json
 import os
 import re
@@ -292,13 +293,13 @@ def circles(texts: Sources, known: Collection[str]) -> list[str]:
     return []
 
 
-def dotted(node: ast.AST, aliases: Mapping[str, str]) -> str | None:
-    """The full name that an expression such as `torch._C._x`, or getattr of it, stands for."""
+def dotted(node: ast.AST, aliases: Mapping[str, str], *, plain: bool = False) -> str | None:
+    """The full name that an expression such as `torch._C._x`, or getattr of it unless `plain`, stands for."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id)
     if isinstance(node, ast.Attribute):
-        base, name = dotted(node.value, aliases), node.attr
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) >= 2:
+        base, name = dotted(node.value, aliases, plain=plain), node.attr
+    elif not plain and isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) >= 2:
         key = node.args[1]
         if node.func.id not in ("getattr", "hasattr") or not isinstance(key, ast.Constant):
             return None
@@ -308,8 +309,8 @@ def dotted(node: ast.AST, aliases: Mapping[str, str]) -> str | None:
     return f"{base}.{name}" if base else None
 
 
-def torch_names(text: str) -> set[str]:
-    """Every torch name that a file uses, written out in full."""
+def torch_names(text: str, *, plain: bool = False) -> set[str]:
+    """Every torch name that a file uses, or takes for granted where `plain`, written out in full."""
     tree = ast.parse(text)
     aliases, names = {"torch": "torch"}, set()
     for node in ast.walk(tree):
@@ -327,16 +328,16 @@ def torch_names(text: str) -> set[str]:
                     names.add(alias.name)
                     if alias.asname:
                         aliases[alias.asname] = alias.name
-    return names | {name for node in ast.walk(tree) if (name := dotted(node, aliases))}
+    return names | {name for node in ast.walk(tree) if (name := dotted(node, aliases, plain=plain))}
 
 
 def is_private(part: str) -> bool:
     return part.startswith("_") and not part.startswith("__")
 
 
-def private_names(text: str) -> set[str]:
+def private_names(text: str, *, plain: bool = False) -> set[str]:
     """The private torch names of a file: the longest form of each."""
-    private = {name for name in torch_names(text) if any(map(is_private, name.split(".")))}
+    private = {name for name in torch_names(text, plain=plain) if any(map(is_private, name.split(".")))}
     return {name for name in private if not any(other.startswith(name + ".") for other in private)}
 
 
@@ -356,6 +357,62 @@ PUBLIC_IN_ALL_BUT_NAME = re.compile(
     r"torch\.utils\._python_dispatch\.TorchDispatchMode"  # how torch documents that a mode is written
     r"|torch\._foreach_\w+"  # documented as "Foreach Operations", named so while they are in beta
 )
+
+
+NO_PUBLIC_WAY = {
+    "keeping out of what torch does around an operator": (
+        "torch._C.DisableTorchFunction",
+        "torch._C.DisableTorchFunctionSubclass",
+        "torch._C._AutoDispatchBelowAutograd",
+        "torch._C._DisableAutocast",
+        "torch._C._DisableTorchDispatch",
+    ),
+    "calling a composite operator as the dispatcher does": (
+        "torch._C.DispatchKey",
+        "torch._C._RestorePythonTLSSnapshot",
+        "torch._C._dispatch_has_kernel_for_dispatch_key",
+        "torch._C._dispatch_tls_is_dispatch_key_excluded",
+        "torch._C._dispatch_tls_set_dispatch_key_excluded",
+        "torch._ops.OpOverload",
+    ),
+    "asking autograd where it is": (
+        "torch._C._autograd._get_sequence_nr",
+        "torch._C._autograd._unsafe_set_version_counter",
+        "torch._C._current_graph_task_id",
+        "torch.autograd.forward_ad._current_level",
+    ),
+    "asking for modes": (
+        "torch.overrides._get_current_function_mode_stack",
+        "torch.utils._device.DeviceContext",
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass_type",
+    ),
+    "storages that own nothing, and who holds one": (
+        "torch._C._construct_storage_from_data_pointer",
+        "torch._C._set_storage_data_ptr_access_error_msg",
+        "torch._C._storage_Use_Count",
+    ),
+    "mending what a broken capture leaves, before torch 2.14": (
+        "torch._C._cuda_endAllocateToPool",
+        "torch._C._cuda_releasePool",
+    ),
+    "operators and code objects": (
+        "torch._fused_sgd_",
+        "torch._neg_view",
+        "torch.nn.modules.batchnorm._BatchNorm.forward.__code__",
+        "torch.ops._c10d_functional.wait_tensor",
+    ),
+}
+"""The private names that the library takes for granted, by what they are for; any other is asked for first."""
+
+
+def granted_faults(texts: Sources, known: Collection[str]) -> list[str]:
+    """Private names that are used without a question and are not listed, and listed ones that nobody uses."""
+    used = set().union(*(private_names(text, plain=True) for text in texts.values()))
+    spaces = {"torch._C", "torch._C._functorch", "torch._C._dynamo.eval_frame"}  # what getattr asks
+    used = {name for name in used - spaces if not PUBLIC_IN_ALL_BUT_NAME.fullmatch(name)}
+    return sorted(used ^ set(known))
 
 
 def private_faults(texts: Sources) -> list[str]:
@@ -518,6 +575,11 @@ def test_each_private_torch_name_lives_in_one_file() -> None:
     assert private_faults(sources()) == []
 
 
+def test_private_torch_names_are_asked_for() -> None:
+    """A torch without one of its private names costs speed or a feature; those that have no public way are listed."""
+    assert granted_faults(sources(), list(itertools.chain(*NO_PUBLIC_WAY.values()))) == []
+
+
 def test_no_frame_holds_what_it_raises() -> None:
     """An error and a frame that holds it are a cycle, in which all that a run made would stay: `errors.again`."""
     assert raise_faults(sources()) == []
@@ -664,6 +726,13 @@ class TestTheChecksCanFail:
         """Two files may use different private names, and any public ones."""
         texts = {"a": "import torch\ntorch._C._x(torch.add)", "b": "import torch\ntorch._C._y(torch.add)"}
         assert private_faults(texts) == []
+
+    def test_granted(self) -> None:
+        """A private name that is used unasked is found, and one that is listed for nothing."""
+        text = "import torch\ntorch._C._x()\ngetattr(torch._C, '_y', None)"
+        assert granted_faults({"a": text}, []) == ["torch._C._x"]
+        assert granted_faults({"a": text}, ["torch._C._x"]) == []
+        assert granted_faults({"a": text}, ["torch._C._x", "torch._C._z"]) == ["torch._C._z"]
 
     def test_lengths(self) -> None:
         """A long function is found, and many middling ones; a long docstring is no fault."""
