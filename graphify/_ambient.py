@@ -17,6 +17,8 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ._hooks import ProcessHook, hook_tables, process_hooks
+
 __all__ = [
     "Ambient",
     "ambient",
@@ -67,6 +69,7 @@ class Ambient(NamedTuple):
     mkldnn: bool | None
     mkldnn_deterministic: bool | None
     device_index: int | None
+    process_hooks: tuple[ProcessHook, ...]
 
 
 class _Field(NamedTuple):
@@ -156,6 +159,9 @@ def _tests(name: str, code: str, value: Any, space: dict[str, Any]) -> list[str]
     if name == "float32_precision" and value in _TF32_PAIRS:
         space.update(matmul_tf32=_matmul_tf32, conv_tf32=_conv_tf32)
         return [f"matmul_tf32() is {value[0]} and conv_tf32() is {value[1]}"]
+    if name == "process_hooks" and not value:
+        space.update({f"hooks_{i}": table for i, table in enumerate(hook_tables)})
+        return [f"not ({' or '.join(f'hooks_{i}' for i in range(len(hook_tables)))})"]
     space[f"e_{name}"] = value
     return [f"{code} == e_{name}"]
 
@@ -201,6 +207,8 @@ def _special(name: str, device_type: str, private: bool) -> tuple[Switch | None,
     if name == "sdp_priority":
         getter = private and getattr(torch._C, "_get_sdp_priority_order", None)
         return getter or None, "tuple({0}())" if getter else "()"
+    if name == "process_hooks":
+        return process_hooks, "{0}()"
     if name == "device_index":
         known = device_type != "cpu" and torch.accelerator.is_available()
         getter = private and getattr(torch._C, "_accelerator_getDeviceIndex", None)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ._code import Executed
 from ._ends import Wanted
 from ._graph import Graph, Setting, plan_launch
+from ._hooks import hook_roots
 from ._inputs import StaticInputs
 from ._layout import family_key
 from ._pulled import Pulled, fitted
@@ -172,7 +173,7 @@ class _BackwardRecorder:
 
     def _survey(self) -> Survey:
         # Which code a backward runs is not known before: hooks, and `backward` methods, are found wherever they are.
-        return Survey([(self.setting.name, self.setting.target)], Executed(everything=True))
+        return Survey([(self.setting.name, self.setting.target), *hook_roots()], Executed(everything=True))
 
     def _run(self) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """What is recorded: the gradients, and those of the leaves in the layout of `.grad`."""

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ._binding import binder_of
 from ._code import Executed, line_naming, user_line
+from ._hooks import hook_roots
 from ._layout import family_key
 from ._method import plain
 from ._module import GraphedModule, runner_of
@@ -130,7 +131,7 @@ class _Check:
         self.name = getattr(target, "__qualname__", type(target).__qualname__)
         self.values = binder.bind(*args, **kwargs)
         self.called = [*zip(binder.names, self.values, strict=True)]
-        self.roots = [(self.name, target), *self.called]
+        self.roots = [(self.name, target), *self.called, *hook_roots()]
         self.found: dict[tuple[str, str | None], Finding] = {}
         self.executed = Executed()
         self.lines: dict[int, str | None] = {}

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ._flats import Flats
+from ._hooks import hook_roots
 from ._inputs import StaticInputs
 from ._places import Place
 from ._pool import GraphPool
@@ -104,7 +105,7 @@ class Setting:
 
     def roots(self, call: Call) -> list[tuple[str, Any]]:
         """Where a survey of what the target can read begins."""
-        return [(self.name, self.target), *call.opaque(), *self.optimizers]
+        return [(self.name, self.target), *call.opaque(), *self.optimizers, *hook_roots()]
 
 
 class Outcome(NamedTuple):

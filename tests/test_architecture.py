@@ -44,6 +44,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
             "_following",
             "_forms",
             "_gate",
+            "_hooks",
             "_illegal",
             "_layout",
             "_mode",
@@ -109,6 +110,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 
 ALONG: Mapping[str, tuple[str, ...]] = {
+    "_ambient": ("_hooks",),
     "_auto": ("_axes", "_specification", "buckets"),
     "_axes": ("buckets",),
     "_code": ("_following",),

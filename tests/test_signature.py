@@ -420,6 +420,10 @@ SWITCHES: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: attribute(CUDA.matmul, "allow_bf16_reduced_precision_reduction", False),
     ),
     "fp16_accumulation": ("cuda", lambda: attribute(CUDA.matmul, "allow_fp16_accumulation", True)),
+    "process_hooks": (
+        "cuda cpu",
+        lambda: torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: None),
+    ),
     "mkldnn": ("cpu", lambda: attribute(torch.backends.mkldnn, "enabled", False)),
     "mkldnn_deterministic": ("cpu", lambda: attribute(torch.backends.mkldnn, "deterministic", True)),
 }
