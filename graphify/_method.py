@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from types import MethodType, MethodWrapperType
+from types import FunctionType, MethodType, MethodWrapperType
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, overload
 
 from torch.compiler import is_dynamo_compiling
@@ -91,6 +91,11 @@ def bind(function: Any, instance: Any) -> Callable[..., Any]:
     """The bound method, made the way attribute access makes it."""
     bound: Callable[..., Any] = function.__get__(instance, type(instance))
     return bound
+
+
+def _inlined(function: Any, instance: Any) -> Callable[..., Any]:
+    """What Dynamo traces as the bound method; that of torch 2.12 cannot trace `__get__`."""
+    return functools.partial(function, instance) if isinstance(function, FunctionType) else bind(function, instance)
 
 
 def binds(function: Any) -> bool:
@@ -197,7 +202,7 @@ class GraphedFunction(Controls, Generic[P, R]):
         if instance is None:
             return self
         if is_dynamo_compiling() and binds(self.__wrapped__):
-            return bind(self.__wrapped__, instance)  # to be inlined
+            return _inlined(self.__wrapped__, instance)
         place = self._places.get(id(instance))
         if place is None or place() is not instance:
             if not binds(self.__wrapped__):
