@@ -38,6 +38,7 @@ _cuda = torch.backends.cuda
 _cudnn: Any = torch.backends.cudnn
 _mkldnn: Any = torch.backends.mkldnn
 _fill: Any = torch.utils.deterministic
+_mha: Any = torch.backends.mha
 
 _function_stack: Switch = overrides._get_current_function_mode_stack  # there is no public way
 
@@ -69,6 +70,7 @@ class Ambient(NamedTuple):
     mkldnn: bool | None
     mkldnn_deterministic: bool | None
     device_index: int | None
+    attention_fastpath: bool
     process_hooks: tuple[ProcessHook, ...]
 
 
@@ -207,6 +209,9 @@ def _special(name: str, device_type: str, private: bool) -> tuple[Switch | None,
     if name == "sdp_priority":
         getter = private and getattr(torch._C, "_get_sdp_priority_order", None)
         return getter or None, "tuple({0}())" if getter else "()"
+    if name == "attention_fastpath":
+        known = private and hasattr(_mha, "_is_fastpath_enabled")
+        return (_mha, "{0}._is_fastpath_enabled") if known else (_mha.get_fastpath_enabled, "{0}()")
     if name == "process_hooks":
         return process_hooks, "{0}()"
     if name == "device_index":

@@ -402,6 +402,21 @@ def deterministic():
         torch.use_deterministic_algorithms(False)
 
 
+def test_b25_the_fast_path_of_attention_is_part_of_the_signature(backend, device):
+    """An encoder layer takes the path that is allowed now, bit for bit, each as its own graph."""
+    net = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().to(device)
+    graphed = graphify(net, backend=backend)
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    try:
+        with torch.no_grad():
+            for i, x in enumerate(rows(2, 3, 8, count=12)):
+                torch.backends.mha.set_fastpath_enabled(i // 4 != 1)
+                equal(net(x.to(device)), graphed(x.to(device)))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+    assert counts(graphed) == (2, 2, 8, 0, 0)
+
+
 def test_b25_ambient_modes_are_part_of_the_signature(backend, device):
     """Autocast, grad and inference mode, default dtype and device, and kernel switches each make a signature."""
     w = torch.randn(4, 4)

@@ -420,6 +420,12 @@ SWITCHES: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: attribute(CUDA.matmul, "allow_bf16_reduced_precision_reduction", False),
     ),
     "fp16_accumulation": ("cuda", lambda: attribute(CUDA.matmul, "allow_fp16_accumulation", True)),
+    "attention_fastpath": (
+        "cuda cpu",
+        lambda: setting(
+            torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
+        ),
+    ),
     "process_hooks": (
         "cuda cpu",
         lambda: torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: None),
