@@ -18,7 +18,7 @@ from ._ends import Group, Wanted, ways_between
 from ._gate import Gate
 from ._graph import Graph, Setting
 from ._layout import family_key
-from ._pulled import Pulled, fitted
+from ._pulled import Pulled, all_strided, fitted
 from ._results import Primary
 from ._saved import Saved
 from ._turns import Found, Turn
@@ -262,15 +262,19 @@ class Instance:
         backend.order(self.memory)
         found = self.run(grads, given, part)
         backend.hand_over(g for g in found if g is not None)
-        # What the recording owns must not leave it: the next replay writes there.
+        # What the recording owns must not leave it: the next replay writes there. A sparse gradient may hold some of it.
         saved = (kept.tensor for kept in self.saved)
         own = {family_key(t) for t in (*saved, *self._outputs, *self._statics)}
+        own |= {family_key(g) for g in found if g is not None and g.layout is not torch.strided}
         mine = [g.clone() if g is not None and family_key(g) in own else g for g in found]
         at, leaves = len(self.wanted.arguments), self.wanted.leaves
         taken = mine[at : at + len(leaves)]
         fitting = [*map(fitted, taken, leaves)]
         return [*mine[:at], *mine[at + len(leaves) :]], Pulled(
-            fitting, lambda places: [taken[i] for i in places], ordering(self.setting, self.memory)
+            fitting,
+            lambda places: [taken[i] for i in places],
+            ordering(self.setting, self.memory),
+            strided=all_strided(fitting),
         )
 
     def run(self, grads: Sequence[Any], given: Sequence[Tensor], part: Part | None) -> Grads:

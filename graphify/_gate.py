@@ -97,7 +97,7 @@ class Gate:
 
     def pull(self, pulled: Pulled) -> Tensor:
         """Take gradients that are the recording's own until its next replay; the gate runs later in this backward."""
-        direct = self._direct()
+        direct = self._direct() if pulled.strided else self._nothing
         if direct is self._all and at_end is not None:
             end = partial(self._end, pulled)
             at_end(end)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ._ambient import current_backward
 from ._layout import is_dense
 
-__all__ = ["Give", "Pulled", "copies_of", "fitted", "summed"]
+__all__ = ["Give", "Pulled", "all_strided", "copies_of", "fitted", "summed"]
 
 Grads = Sequence[Tensor | None]
 Give = Callable[[tuple[int, ...]], Grads]
@@ -23,11 +23,14 @@ class Pulled:
 
     `fitting` has them in the layout that `.grad` has by autograd's rule, where the recording has them; `give` makes
     copies of the caller's own, of those at some places, exactly as eager would give them. `order` makes this thread's
-    work wait for the recording's, and the recording's next for this thread's.
+    work wait for the recording's, and the recording's next for this thread's. Where not all are `strided`, as only a
+    live backward gives them, they go through the engine.
     """
 
-    def __init__(self, fitting: Grads, give: Give, order: Callable[[], None]) -> None:
-        self.fitting, self.order = fitting, order
+    def __init__(
+        self, fitting: Grads, give: Give, order: Callable[[], None], *, strided: bool = True
+    ) -> None:
+        self.fitting, self.order, self.strided = fitting, order, strided
         self._give, self._places, self._parts = give, tuple(range(len(fitting))), list[Pulled]()
         self._task = -1
         self._end: Callable[[], Any] = _over
@@ -38,7 +41,12 @@ class Pulled:
 
     def some(self, places: Sequence[int]) -> Pulled:
         """Those at these places."""
-        part = Pulled([self.fitting[i] for i in places], lambda places: self._give(places), self.order)
+        part = Pulled(
+            [self.fitting[i] for i in places],
+            lambda places: self._give(places),
+            self.order,
+            strided=self.strided,
+        )
         part._places = tuple(places)
         self._parts.append(part)
         return part
@@ -88,15 +96,20 @@ def copies_of(tensors: list[Tensor]) -> Sequence[Tensor]:
     """Fresh copies with the same strides; a product with one is one kernel for all of them."""
     if not tensors:
         return []
-    if any(map(torch.is_complex, tensors)):
+    if any(map(torch.is_complex, tensors)) or not all_strided(tensors):
         return [t.clone() for t in tensors]
     made: Sequence[Tensor] = torch._foreach_mul(tensors, 1)
     return made
 
 
+def all_strided(grads: Grads) -> bool:
+    """Whether none is sparse or of another layout."""
+    return all(grad is None or grad.layout is torch.strided for grad in grads)
+
+
 def fitted(grad: Tensor | None, leaf: Tensor) -> Tensor | None:
     """A gradient in the layout that autograd gives to `.grad` (the layout contract of AccumulateGrad)."""
-    if grad is None or _obeys(grad, leaf):
+    if grad is None or grad.layout is not torch.strided or _obeys(grad, leaf):
         return grad
     return torch.empty_like(leaf.detach(), dtype=grad.dtype).copy_(grad)
 
@@ -112,5 +125,10 @@ def summed(found: Sequence[Grads]) -> list[Tensor | None]:
     """The sums over several backwards, in the order in which they were pulled, as the engine adds them."""
     total = [*found[0]]
     for more in found[1:]:
-        total = [b if a is None else a if b is None else a + b for a, b in zip(total, more, strict=True)]
+        total = [b if a is None else a if b is None else _sum(a, b) for a, b in zip(total, more, strict=True)]
     return total
+
+
+def _sum(first: Tensor, second: Tensor) -> Tensor:
+    # torch adds a sparse tensor to a dense one, and not the other way round.
+    return second + first if first.layout is torch.sparse_coo else first + second

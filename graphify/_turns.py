@@ -227,8 +227,9 @@ class Turn:
         (grads, pulled), (more_grads, more) = first, second
         leaves = summed([pulled.hand_out(), more.hand_out()])
         fitting = [*map(fitted, leaves, self.source.wanted.leaves)]
+        strided = pulled.strided and more.strided
         return summed([grads, more_grads]), Pulled(
-            fitting, lambda places: [leaves[i] for i in places], pulled.order
+            fitting, lambda places: [leaves[i] for i in places], pulled.order, strided=strided
         )
 
     def _chosen(self, found: _Held, group: Group) -> Found:
