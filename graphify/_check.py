@@ -17,6 +17,7 @@ from ._binding import binder_of
 from ._code import Executed, line_naming, user_line
 from ._hooks import hook_roots
 from ._layout import family_key
+from ._lazy import LazyError
 from ._method import plain
 from ._module import GraphedModule, runner_of
 from ._optimizers import refusal_of, refused_code, steps
@@ -139,6 +140,14 @@ class _Check:
         self.backend, self.device = self._place()
 
     def findings(self) -> Findings:
+        """Everything that was found."""
+        try:
+            self._look()
+        except LazyError as error:
+            self._note([error])
+        return Findings(self.name, tuple(self.found.values()))
+
+    def _look(self) -> None:
         """Run, run again, and judge."""
         everything = Survey(self.roots, Executed(everything=True))
         with (
@@ -156,7 +165,6 @@ class _Check:
             self._judge_python(before, host, watch)
             self._judge_arguments(forms, before, watch)
             self._judge_results(result, before, watch, graded=bool(stepped))
-        return Findings(self.name, tuple(self.found.values()))
 
     def _given(self) -> list[Tensor]:
         return [tensor for _, tensor in self.named]

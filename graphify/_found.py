@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from ._layout import family_key
+from ._lazy import is_lazy
 from ._places import MISSING, Bulk, Change, Place, TensorFacts, is_plain, same, truncate
 
 __all__ = ["Found"]
@@ -70,7 +71,8 @@ class Found:
 
     def _own_tensors(self) -> Iterator[tuple[Place, Tensor]]:
         found = ((place, value) for place, value in self.added() if issubclass(type(value), Tensor))
-        return chain(found, self.held[0 if self.base is None else len(self.base.held) :])
+        held = self.held[0 if self.base is None else len(self.base.held) :]
+        return ((place, value) for place, value in chain(found, held) if not is_lazy(value))
 
     def over(self, memory: int) -> list[Tensor]:
         """The tensors that it met over this memory, as `family_key` says it."""
@@ -152,7 +154,8 @@ class Found:
         """Note what the tensor is over now."""
         if id(tensor) not in self.seen:
             self.seen[id(tensor)] = tensor
-            self.tensor_facts.append((tensor, name, TensorFacts(tensor)))
+            if not is_lazy(tensor):  # over nothing yet
+                self.tensor_facts.append((tensor, name, TensorFacts(tensor)))
 
     def reach(self, value: Any, name: str) -> None:
         """Queue an object for its walk, unless it was met before or has nothing inside."""

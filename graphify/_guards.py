@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._layout import family_key
+from ._lazy import is_lazy
 from ._places import Place, is_plain, same
 from ._survey import Survey
 
@@ -51,7 +52,8 @@ class Guard:
         kept = [(p, v) for key, (p, v) in survey.places.items() if key not in written]
         self.places = [(p, v) for p, v in kept if not isinstance(p.container, tuple)]
         tensors = once([v for _, v in kept if isinstance(v, Tensor)] + list(outside))
-        self.tensors = [t for t in tensors if t.layout is torch.strided]  # others have no address
+        # Others have no address.
+        self.tensors = [t for t in tensors if t.layout is torch.strided and not is_lazy(t)]
         self.sizes = [(c, len(keys), name) for c, keys, name in survey.sizes]
         self.sizes += [(c, n, name) for c, n, name in survey.hooks]
         self.bulk = survey.bulk

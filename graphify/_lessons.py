@@ -74,8 +74,9 @@ class Lessons:
         if entry.refusal is not None and entry.refusal.error is not None:
             if before is None:
                 self.plain.say_refused(entry.refusal)
-            # A tensor's history cannot be put back, nor large memory: then this call stands, and the next is refused.
-            elif not (before.log.skipped or renewed or watch.detached):
+            # A tensor's history cannot be put back, nor large memory, and nothing makes a module lazy again: then this
+            # call stands, and the next is refused.
+            elif not (before.log.skipped or renewed or watch.detached or watch.built):
                 before.undo()
                 # The run is undone, and what it made is no part of the signature that is refused.
                 survey = Survey(self.setting.roots(call), self.executed)

@@ -18,6 +18,7 @@ from ._fitted import Padded, fitted, through_padding
 from ._forms import plain_layout
 from ._graph import Call, Graph
 from ._layout import family_key
+from ._lazy import LazyError
 from ._life import Life
 from ._padding import Fills, Fit
 from ._proofs import prove
@@ -166,6 +167,9 @@ class Sizes:
                 return self.life.plain.missed(bucket, call, self.life.entries.ready)
             if bucket.refusal is None:
                 self._learn(entry, bucket, call)
+            if bucket.refusal is not None and isinstance(bucket.refusal.error, LazyError):
+                bucket.refusal = None
+                return self.life.plain.run("lazy", call)
             if bucket.refusal is not None:
                 return self.life.plain.refuse(bucket.refusal, call)
             conflict = self._conflict(bucket, call)

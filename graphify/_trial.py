@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ._lazy import hearing_birth, no_birth
 from ._survey import Survey
 from ._undo import UndoLog
 
@@ -106,7 +107,8 @@ def trial(
     """
     snapshot = Snapshot(streams, device, survey, generators, large=large)
     try:
-        yield snapshot.log
+        with hearing_birth(no_birth):
+            yield snapshot.log
     finally:
         snapshot.undo()
         snapshot.log.check()

@@ -19,8 +19,10 @@ from ._detaching import hearing_detach
 from ._following import unheard
 from ._illegal import DETACHED, HOST, PLAIN, READ, RENEWED, Offence, foreign, offence, tensors_in
 from ._layout import family_key
+from ._lazy import hearing_birth
 from ._mode import InfraMode
 from ._operators import Operator, operator_of
+from ._optimizers import UnbuiltError
 from ._undo import UndoLog, version_of, writes_of
 from .errors import CaptureError, again
 
@@ -73,6 +75,8 @@ class Watch(InfraMode):
         self.aliases: dict[int, Tensor] = {}
         self.backward = False
         self.detached = False
+        self.built = False
+        """Whether a lazy module had its first run."""
         self.device_work = False
         self.drew = False
         self._seeds: set[int] = set()
@@ -202,6 +206,17 @@ class Watch(InfraMode):
             )
         )
 
+    def builds(self) -> None:
+        """Note that a lazy module makes its parameters: the next run can be captured."""
+        self.built = True
+        if self.strict:
+            raise UnbuiltError(
+                "a lazy module has its first run",
+                where=user_line(),
+                why="its parameters would be memory of the graph",
+                fix="take one run before the capture",
+            )
+
     def detaches(self, tensor: Tensor) -> None:
         """Note a `detach_`, which no dispatcher sees, where the history that is lost is older than the run."""
         if self._had_history(tensor):
@@ -281,6 +296,7 @@ def watching(watch: Watch, listen: Callable[[Callable[[str], None]], Any]) -> It
     with (
         apart(watch.device),
         hearing_detach(watch.detaches),
+        hearing_birth(watch.builds),
         listen(watch.host_read),
         watch,
         watch.executed.following(),  # last: names that the others load are not the body's
