@@ -568,6 +568,28 @@ class TestRefused:
         with pytest.raises(CaptureError, match=r"moved a random generator between `aten\.rand"):
             record(run)
 
+    @pytest.mark.parametrize("inside", [False, True], ids=["before", "inside"])
+    def test_the_profilers_operators_are_not_named(self, inside: bool) -> None:
+        """A generator moved beside a profiler's range is told by the operators that the function itself calls."""
+        x = torch.ones(3)
+
+        def run() -> Tensor:
+            y = x * 2
+            if not inside:
+                torch.manual_seed(1)
+            with torch.profiler.record_function("a part"):
+                z = y + 1
+                if inside:
+                    torch.manual_seed(1)
+            return z * torch.rand(3)
+
+        last = "add" if inside else "mul"
+        with pytest.raises(
+            CaptureError,
+            match=rf"moved a random generator after `aten\.{last}\.Tensor`\n  where: .*test_tape",
+        ):
+            record(run)
+
 
 class TestCompiled:
     def test_runs_as_written_and_stays_compiled(self) -> None:

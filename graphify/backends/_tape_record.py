@@ -61,15 +61,17 @@ class Recorder(InfraMode):
         else:
             result = settled(func, operator.call(*args, **kwargs))
         self._keep(call, result, drew=self.streams.moved())
-        self._last = func
+        if not _is_bookkeeping(func):
+            self._last = func
         return result
 
     def check_streams(self, here: Any) -> None:
         """Raise if Python code has moved a generator since the last operator; `here` is the next one, or a word."""
         if self.streams.moved():
             before, after = (p if isinstance(p, str) else f"`{p}`" for p in (self._last, here))
+            when = f"after {before}" if _is_bookkeeping(here) else f"between {before} and {after}"
             raise CaptureError(
-                f"Python code moved a random generator between {before} and {after}",
+                f"Python code moved a random generator {when}",
                 where=user_line(),
                 why="a replay repeats operators only, so its random numbers would differ from eager's",
                 fix="seed, fork or restore generators outside the graphed function;"
@@ -140,6 +142,11 @@ def _key(tensor: Tensor) -> int | None:
 def _is_foreign(kind: Any) -> bool:
     """Whether a subclass handles operators by itself."""
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _is_bookkeeping(here: Any) -> bool:
+    """Whether an operator is one that the profiler has torch call, as around every step of an optimizer."""
+    return getattr(here, "namespace", "") == "profiler"
 
 
 def _check_kind(func: Any, types: Any) -> None:
