@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._ambient import keeps_graph
+from ._ambient import ambient_reader, keeps_graph
 from ._backwards import Backward, Known, Part, kind_of, moved, ordering, record_backward
+from ._baked import unsettled
+from ._code import Executed
 from ._ends import Group, Wanted, ways_between
 from ._gate import Gate
 from ._graph import Graph, Setting
@@ -57,8 +59,18 @@ class Instance:
     its results died, or a backward without `retain_graph` let go of what they saved.
     """
 
-    def __init__(self, setting: Setting, graph: Graph, device: torch.device, patterns: Patterns) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        graph: Graph,
+        device: torch.device,
+        patterns: Patterns,
+        executed: Executed,
+        written: set[Any],
+    ) -> None:
         self.setting, self.device, self.patterns = setting, device, patterns
+        self.executed, self.written = executed, written
+        self._ambient = ambient_reader(device.type)
         self.name, self.memory, self.stream = setting.name, graph.memory, graph.recording.stream
         self.wanted = Wanted([], [], [], [], [], [], [])
         self.joined = True
@@ -71,7 +83,7 @@ class Instance:
         self.checked: list[Saved] = []
         self._watched: list[Tensor] = []
         self.read: list[tuple[Tensor, int]] = []
-        self._backwards: dict[Any, Known] = {}
+        self._backwards: dict[Any, list[Known]] = {}
         self._primaries: list[Primary] = []
         self._outputs: list[Tensor] = []
         self._statics: Sequence[Tensor] = ()
@@ -150,7 +162,7 @@ class Instance:
 
     def recordings(self) -> Iterable[Graph]:
         """The recordings of the backward."""
-        return [known.backward.graph for known in self._backwards.values()]
+        return [known.backward.graph for family in self._backwards.values() for known in family]
 
     def pull(self, turn: Turn, grads: Grads) -> Found:
         """The gradients of what lies behind the outputs, for these of the outputs."""
@@ -161,10 +173,10 @@ class Instance:
             return [None] * (len(wants.arguments) + len(wants.others)), Pulled(
                 nothing, lambda places: [None] * len(places), _nobody
             )
-        key = (tuple(g is None for g in grads), *kind_of(given))
+        key = (tuple(g is None for g in grads), *kind_of(given), self._ambient())
         with self.setting.pool.lock:
             self.reclaim()
-            known = self._backwards.get(key)
+            known = self._recorded_for(key)
             if known is None or known.in_the_way(turn.versions, self.name) is not None:
                 part = turn.asked()
                 for kept, version in zip(self.checked, turn.versions, strict=True):
@@ -174,6 +186,10 @@ class Instance:
                     return self._live(grads, given, part)
             found, self._lent = self._replayed(known.backward, given), known.backward.pulled(given)
             return found, self._lent
+
+    def _recorded_for(self, key: Any) -> Known | None:
+        """The recording for these incoming gradients and for what Python code in it reads now."""
+        return next((known for known in self._backwards.get(key, ()) if known.holds()), None)
 
     def _replayed(self, backward: Backward, given: tuple[Tensor, ...]) -> Grads:
         """The gradients of a replay; where there was no memory for them, once more with all else let go."""
@@ -229,7 +245,7 @@ class Instance:
     def _ready(
         self, turn: Turn, key: Any, part: Part | None, grads: Grads, given: tuple[Tensor, ...]
     ) -> Known:
-        known = self._backwards.get(key)
+        known = self._recorded_for(key)
         if known is None:
             return self._first(key, part, grads, given)
         error = known.in_the_way(turn.versions, self.name)
@@ -238,17 +254,20 @@ class Instance:
         return known
 
     def _first(self, key: Any, part: Part | None, grads: Grads, given: tuple[Tensor, ...]) -> Known:
-        """Record the backward for a new pattern of incoming gradients."""
-        patterns = self.patterns
-        if key in patterns.refused:
-            raise again(patterns.refused[key])
+        """Record the backward for a new pattern of incoming gradients, or for what Python holds now."""
+        patterns, family = self.patterns, self._backwards.get(key, [])
+        refused = patterns.refused.get(key) or unsettled(self.name, len(family), lambda: family[0].miss())
+        if refused is not None:
+            patterns.refused[key] = refused
+            raise again(refused)
         try:
             backward = self._recorded(grads, given, key[1], part)
         except CaptureError as error:
             patterns.refused[key] = error
             raise
         patterns.recorded()
-        known = self._backwards[key] = self._known(backward)
+        known = self._known(backward)
+        self._backwards[key] = [known, *family]
         return known
 
     def _known(self, backward: Backward) -> Known:

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ._baked import read_by
 from ._code import Executed
 from ._ends import Wanted
 from ._graph import Graph, Setting, plan_launch
+from ._guards import Guard, Miss
 from ._hooks import hook_roots
 from ._inputs import StaticInputs
 from ._layout import family_key
@@ -44,6 +46,8 @@ class Forward(Protocol):
     device: torch.device
     memory: Any
     wanted: Wanted
+    executed: Executed
+    written: set[Any]
 
     def run(
         self, grads: Sequence[Any], given: Sequence[Tensor], part: Part | None
@@ -56,6 +60,8 @@ class Backward(NamedTuple):
 
     graph: Graph
     pulled: Callable[[tuple[Tensor, ...]], Pulled]
+    guard: Guard | None
+    """Of what Python code in it read."""
 
 
 class Known(NamedTuple):
@@ -66,6 +72,15 @@ class Known(NamedTuple):
     checked: list[Tensor]
     read: list[Tensor]
     addresses: list[int]
+
+    def holds(self) -> bool:
+        """Whether Python holds what code in the recorded run read."""
+        guard = self.backward.guard
+        return guard is None or guard.holds() or guard.miss() is None
+
+    def miss(self) -> Miss | None:
+        """What Python holds no longer."""
+        return None if self.backward.guard is None else self.backward.guard.miss()
 
     def in_the_way(self, versions: list[int], name: str) -> RuntimeError | None:
         """Why it cannot be replayed for a forward that left these versions."""
@@ -224,7 +239,11 @@ class _BackwardRecorder:
 
             return Pulled(fitting, give, order)
 
-        return Backward(graph, pulled)
+        root = (self.setting.name, self.setting.target)
+        executed, written = self.forward.executed, self.forward.written
+        return Backward(
+            graph, pulled, read_by(root, executed, self.watch.executed, written, self.forward.device)
+        )
 
 
 def ordering(setting: Setting, memory: Any) -> Callable[[], None]:

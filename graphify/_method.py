@@ -95,7 +95,11 @@ def bind(function: Any, instance: Any) -> Callable[..., Any]:
 
 def _inlined(function: Any, instance: Any) -> Callable[..., Any]:
     """What Dynamo traces as the bound method; that of torch 2.12 cannot trace `__get__`."""
-    return functools.partial(function, instance) if isinstance(function, FunctionType) else bind(function, instance)
+    return (
+        functools.partial(function, instance)
+        if isinstance(function, FunctionType)
+        else bind(function, instance)
+    )
 
 
 def binds(function: Any) -> bool:

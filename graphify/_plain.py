@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ._baked import UnsettledError
 from ._code import user_frame
 from ._entry import Entry, Refusal
 from ._gate import Gate
@@ -67,8 +68,8 @@ class Plain:
             self.say(refused.reason, f"runs eagerly: {refused.advice}")
 
     def refuse_backward(self, error: CaptureError) -> None:
-        """A backward that cannot be recorded: raised, or said once and run live from then on."""
-        if self.fallback == "raise":
+        """A backward that cannot be recorded: raised, or said once and run live; one that does not pay runs live."""
+        if self.fallback == "raise" and not isinstance(error, UnsettledError):
             raise again(error)
         self.say("backward", f"runs its backward eagerly from now on: {error}")
 

@@ -267,7 +267,8 @@ def _plan_backward(run: RecordedRun, graph: Graph, plan: ResultPlan) -> None:
     wants = ends.of((p.tensor for p in plan.primaries), run.device)
     if wants.uncut or (wants.real and run.watch.drew and run.setting.backend.nodes_have_streams):
         raise long_history(wants, run.before)
-    run.instance = Instance(run.setting, graph, run.device, run.patterns)
+    written = {change.place.id for change in run.hidden}
+    run.instance = Instance(run.setting, graph, run.device, run.patterns, run.executed, written)
     run.instance.drew = run.watch.drew
     run.instance.plan(plan.primaries, wants, statics)
     graph.primaries = plan.primaries

@@ -92,7 +92,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
         *("backends._tape_steps", "backends.base", "backends.cuda", "backends.eager", "backends.tape"),
     ),
     4: (
-        *("_autograd", "_backwards", "_cut_plan", "_entry", "_fitted", "_graph", "_instances"),
+        *("_autograd", "_backwards", "_baked", "_cut_plan", "_entry", "_fitted", "_graph", "_instances"),
         *("_record", "_recorded_run", "_turns", "_verdicts"),
     ),
     5: (
@@ -161,8 +161,8 @@ ALONG: Mapping[str, tuple[str, ...]] = {
         *("backends._host_reads", "backends._memory", "backends._rng"),
         *("backends._tape_record", "backends._tape_steps", "backends.base"),
     ),
-    "_backwards": ("_graph",),
-    "_autograd": ("_backwards", "_graph", "_turns"),
+    "_backwards": ("_baked", "_graph"),
+    "_autograd": ("_backwards", "_baked", "_graph", "_turns"),
     "_instances": ("_graph",),
     "_record": ("_autograd", "_graph", "_recorded_run", "_verdicts"),
     "_recorded_run": ("_autograd", "_graph", "_verdicts"),
