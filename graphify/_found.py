@@ -15,7 +15,8 @@ from typing_extensions import Self
 
 from ._layout import family_key
 from ._lazy import is_lazy
-from ._places import MISSING, Bulk, Change, Place, TensorFacts, is_plain, same, truncate
+from ._places import MISSING, Bulk, Change, Place, TensorFacts, is_plain, same
+from ._raw import contents_of, put_back, reordered
 
 __all__ = ["Found"]
 
@@ -25,7 +26,11 @@ class Found:
 
     def __init__(self) -> None:
         self.places: dict[tuple[int, Any], tuple[Place, Any]] = {}
-        self.sizes: list[tuple[Any, list[Any], str]] = []
+        self.sizes: list[tuple[Any, int, str]] = []
+        self.contents: dict[int, tuple[Any, Any, str]] = {}
+        """Containers with what they held; the name is empty where length and order are nobody's values."""
+        self.internals: list[tuple[Place, Any]] = []
+        """Places that are put back and not compared."""
         self.bulk: list[Bulk] = []
         self.tensor_facts: list[tuple[Tensor, str, TensorFacts]] = []
         self.generators: list[torch.Generator] = []
@@ -36,7 +41,6 @@ class Found:
         self.closed: list[str] = []
         """Names of containers that hold what no walk sees."""
         self.seen: dict[int, Any] = {}
-        self._keys: dict[int, list[Any]] = {}
         self.queue: deque[tuple[Any, str]] = deque()
         self.base: Self | None = None
         self._met: list[tuple[Place, Tensor]] | None = None
@@ -46,10 +50,10 @@ class Found:
     def fork(self, holds: Callable[[], bool]) -> Self:
         """The same survey to add to; `holds` tells whether all is as this one found it."""
         made = copy(self)
-        made.places, made.seen, made._keys = dict(self.places), dict(self.seen), dict(self._keys)
+        made.places, made.seen, made.contents = dict(self.places), dict(self.seen), dict(self.contents)
         made.sizes, made.bulk, made.tensor_facts = [*self.sizes], [*self.bulk], [*self.tensor_facts]
         made.generators, made.hooks, made.held = [*self.generators], [*self.hooks], [*self.held]
-        made.closed = [*self.closed]
+        made.closed, made.internals = [*self.closed], [*self.internals]
         made.optimizers, made.registries, made.queue = [*self.optimizers], [*self.registries], deque()
         if self._met is None:
             self._met = [*self.tensors()]
@@ -58,7 +62,7 @@ class Found:
 
     def added(self) -> list[tuple[Place, Any]]:
         """The places that the survey below this one does not have."""
-        known, _, _ = _extent(self.base)
+        known, *_ = _extent(self.base)
         return [*islice(self.places.values(), known, None)]
 
     def holds(self, value: Any) -> bool:
@@ -89,7 +93,7 @@ class Found:
         """What happened between this survey and a later one of the same roots."""
         found = []
         base = self.base if self.base is after.base else None  # which held just now
-        known, bulks, facts_known = _extent(base)
+        known, held, bulks, facts_known = _extent(base)
         for key, (place, now) in islice(after.places.items(), known, None):
             if key in self.places and not same(now, self.places[key][1]):
                 found.append(Change(place, self.places[key][1], now))
@@ -98,6 +102,10 @@ class Found:
         for key, (place, before) in islice(self.places.items(), known, None):
             if key not in after.places and place.read() is MISSING:
                 found.append(Change(place, before, MISSING))
+        known_containers = {id(change.place.container) for change in found}
+        for container, content, name in islice(self.contents.values(), held, None):
+            if name and id(container) not in known_containers and _differs(container, content):
+                found.append(Change(Place(container, None, "bulk", name), content, container))
         bulk = [b for b in self.bulk[bulks:] if b.read() != b.content]
         found += [Change(Place(b, None, "bulk", b.name), b.content, b.read()) for b in bulk]
         moved = [
@@ -107,30 +115,31 @@ class Found:
 
     def _was_absent(self, place: Place) -> bool:
         """Whether a container that this survey knows did not have this key then."""
-        keys = self._keys.get(id(place.container))
-        if keys is None:
+        if id(place.container) not in self.contents:
             return False
-        return place.key >= len(keys) if isinstance(place.container, (list, deque)) else place.key not in keys
+        _, content, _ = self.contents[id(place.container)]
+        return place.key not in content if isinstance(content, dict) else place.key >= len(content)
 
     def adopt(self, after: Found, changed: set[tuple[int, Any]]) -> None:
         """Take over places that only a later survey met, unless they changed."""
-        known, _, _ = _extent(self.base if self.base is after.base else None)
+        known, *_ = _extent(self.base if self.base is after.base else None)
         for key, held in islice(after.places.items(), known, None):
             if key not in changed and self.holds(held[0].container):
                 self.places.setdefault(key, held)
 
     def restore(self) -> None:
-        """Put back what the surveyed places held, and the length of the surveyed lists and dicts."""
+        """Put back what the surveyed places and containers held."""
         base = self.base if self._base_holds() else None
-        known, bulks, facts_known = _extent(base)
-        for container, keys, _ in self.sizes[0 if base is None else len(base.sizes) :]:
-            truncate(container, keys)
+        known, held, bulks, facts_known = _extent(base)
+        for container, content, _ in islice(self.contents.values(), held, None):
+            put_back(container, content)
         for bulk in self.bulk[bulks:]:
             if bulk.read() != bulk.content:
                 bulk.restore()
         for tensor, _, facts in self.tensor_facts[facts_known:]:
             facts.restore(tensor)
-        for place, value in islice(self.places.values(), known, None):
+        internals = self.internals[0 if base is None else len(base.internals) :]
+        for place, value in chain(internals, islice(self.places.values(), known, None)):
             if place.read() is not value:
                 place.write(value)
 
@@ -164,15 +173,27 @@ class Found:
         self.seen[id(value)] = value
         self.queue.append((value, name))
 
-    def size(self, container: Any, name: str) -> None:
-        """Note the length of a list or the keys of a dict."""
+    def size(self, container: Any, name: str, *, listed: bool = True) -> None:
+        """Note what a list or a dict holds; `listed`: its length and order, too, are what code reads."""
         self.seen[id(container)] = container
         if not isinstance(container, tuple):
-            keys = list(container) if isinstance(container, dict) else [None] * len(container)
-            self.sizes.append((container, keys, name))
-            self._keys[id(container)] = keys
+            self.hold(container, name if listed else "")
+            self.sizes.append((container, len(container), name))
+
+    def hold(self, container: Any, name: str = "") -> None:
+        """Note what a container holds, so that it can be put back."""
+        self.contents.setdefault(id(container), (container, contents_of(container), name))
 
 
-def _extent(base: Found | None) -> tuple[int, int, int]:
-    """How many places, contents and tensors a fork has of its base, before its own."""
-    return (0, 0, 0) if base is None else (len(base.places), len(base.bulk), len(base.tensor_facts))
+def _extent(base: Found | None) -> tuple[int, int, int, int]:
+    """How many places, containers, contents and tensors a fork has of its base, before its own."""
+    if base is None:
+        return 0, 0, 0, 0
+    return len(base.places), len(base.contents), len(base.bulk), len(base.tensor_facts)
+
+
+def _differs(container: Any, content: Any) -> bool:
+    """Whether a list has another length, or a dict other keys or another order."""
+    if isinstance(container, dict):
+        return dict.__len__(container) != len(content) or reordered(container, content)
+    return len(container) != len(content)

@@ -54,7 +54,7 @@ class Guard:
         tensors = once([v for _, v in kept if isinstance(v, Tensor)] + list(outside))
         # Others have no address.
         self.tensors = [t for t in tensors if t.layout is torch.strided and not is_lazy(t)]
-        self.sizes = [(c, len(keys), name) for c, keys, name in survey.sizes]
+        self.sizes = [*survey.sizes]
         self.sizes += [(c, n, name) for c, n, name in survey.hooks]
         self.bulk = survey.bulk
         self.hosts = [t for t in self.tensors if t.device.type != device.type]

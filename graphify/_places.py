@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import itertools
 import operator
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ._layout import family_key
+from ._raw import contents_of, del_item, get_item, is_a, member_of, set_item
 
 __all__ = [
     "MISSING",
@@ -28,7 +29,6 @@ __all__ = [
     "item_name",
     "nothing",
     "same",
-    "truncate",
 ]
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
@@ -53,7 +53,7 @@ def is_plain(value: Any) -> bool:
     """Whether a value is compared by value rather than by identity."""
     if type(value) is tuple or type(value) is frozenset:
         return all(map(is_plain, value))
-    return isinstance(value, _PLAIN)
+    return is_a(value, _PLAIN)
 
 
 def same(new: Any, old: Any) -> bool:
@@ -81,28 +81,31 @@ class Place(NamedTuple):
         """What the place holds now, or MISSING."""
         try:
             if self.kind in ("item", "field"):
-                return self.container[self.key]
+                return get_item(self.container, self.key, MISSING)
             if self.kind == "class":
                 return vars(self.container)[self.key]
             if self.kind == "variable":
                 return self.container.get()
-            return getattr(self.container, "cell_contents" if self.kind == "cell" else self.key)
+            if self.kind == "cell":
+                return self.container.cell_contents
+            return member_of(type(self.container), self.key).__get__(self.container)
         except (LookupError, AttributeError, ValueError):
             return MISSING
 
     def write(self, value: Any) -> None:
         """Make the place hold a value; MISSING empties it."""
+        container, key = self.container, "cell_contents" if self.kind == "cell" else self.key
+        owner: Any = type if self.kind == "class" else object
         if self.kind == "variable":
-            self.container.set(value)
-        elif value is MISSING:
-            if self.kind in ("item", "field"):
-                del self.container[self.key]
-            else:
-                delattr(self.container, "cell_contents" if self.kind == "cell" else self.key)
+            container.set(value)
+        elif is_a(container, MappingProxyType):
+            return  # what it shows is somebody else's
         elif self.kind in ("item", "field"):
-            self.container[self.key] = value
+            del_item(container, key) if value is MISSING else set_item(container, key, value)
+        elif value is MISSING:
+            owner.__delattr__(container, key)
         else:
-            setattr(self.container, "cell_contents" if self.kind == "cell" else self.key, value)
+            owner.__setattr__(container, key, value)
 
     @property
     def variable(self) -> str:
@@ -118,7 +121,10 @@ class Place(NamedTuple):
 
 
 class Bulk(NamedTuple):
-    """Plain content that is compared as a whole; `moved` when another content means other memory."""
+    """Plain content that is compared as a whole; `moved` when another content means other memory.
+
+    What a list, deque, set or dict held is put back with all other containers.
+    """
 
     read: Callable[[], Any]
     content: Any
@@ -129,13 +135,7 @@ class Bulk(NamedTuple):
     @classmethod
     def of(cls, container: Any, name: str) -> Bulk:
         """A list, dict, deque or set of plain values."""
-        content = copy(container)
-
-        def restore() -> None:
-            container.clear()
-            getattr(container, "extend" if isinstance(container, (list, deque)) else "update")(content)
-
-        return cls(lambda: container, content, restore, name)
+        return cls(lambda: container, contents_of(container), nothing, name)
 
     @classmethod
     def of_objects(cls, container: Any, items: Callable[[], Iterable[Any]], name: str) -> Bulk:
@@ -237,13 +237,3 @@ class Change(NamedTuple):
     place: Place
     before: Any
     after: Any
-
-
-def truncate(container: Any, keys: list[Any]) -> None:
-    """Drop what a run appended to a list or added to a dict."""
-    if isinstance(container, dict):
-        for key in [k for k in container if k not in keys] if len(container) > len(keys) else ():
-            del container[key]
-    else:
-        while len(container) > len(keys):
-            container.pop()

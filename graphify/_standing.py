@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -104,6 +105,7 @@ class _Standing:
         self._counts = [*map(len, self._dicts)]
         self._keys, self._values = [*self._all_keys()], [*self._all_values()]
         self._rows = [(c, [*c]) for c in containers if not isinstance(c, dict)]
+        self._ordered = [(d, [*OrderedDict.keys(d)]) for d in self._dicts if isinstance(d, OrderedDict)]
         whole = {id(c) for c in containers}
         places = (held for held in survey.places.values() if id(held[0].container) not in whole)
         self._loose = [(p, value) for p, value in places if not isinstance(p.container, tuple)]
@@ -147,6 +149,7 @@ class _Standing:
             and [*map(len, self._dicts)] == self._counts
             and all(map(is_, self._all_keys(), self._keys))
             and all(map(is_, self._all_values(), self._values))
+            and all(all(map(is_, OrderedDict.keys(d), keys)) for d, keys in self._ordered)
             and all(len(row) == len(held) and all(map(is_, row, held)) for row, held in self._rows)
             and all(place.read() is value for place, value in self._loose)
             and [*map(_FLAGS, self._strided)] == self._flags

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ._code import Executed, is_library, names_of
 from ._found import Found
 from ._places import Bulk, Place, entries, hyperparameters, is_plain, item_name, nothing
+from ._raw import fields_of, is_a, items_of, member_of
 
 __all__ = ["Survey"]
 
@@ -36,6 +37,7 @@ _CLOSED = (functools._lru_cache_wrapper, weakref.WeakKeyDictionary, weakref.Weak
 _ITERATORS = tuple(type(iter(empty)) for empty in _EMPTY)
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PUT_BACK = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS)
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # The last two are what a learning-rate schedule adds; it warns with the help of the first of them.
 _OPTIMIZER_INTERNALS = frozenset(
@@ -78,15 +80,15 @@ class Survey(Found):
 
     def _walk(self, value: Any, name: str) -> None:
         for kind, walk in _WALKS:
-            if isinstance(value, kind):
+            if is_a(value, kind):
                 walk(self, value, name)
                 return
-        if self.names is None and isinstance(value, LRScheduler):
+        if self.names is None and is_a(value, LRScheduler):
             self._walk_object(value, name)  # before it is known what runs, all that a run might count
         package, _, module = type(value).__module__.partition(".")
         if package == "graphify" and not module.startswith("testing"):
             self._walk_graphed(value, name)
-        elif package not in _SKIPPED_PACKAGES or isinstance(value, _HOLDERS):
+        elif package not in _SKIPPED_PACKAGES or is_a(value, _HOLDERS):
             self._walk_object(value, name)
         elif package == "numpy":
             self._walk_array(value, name)
@@ -107,21 +109,27 @@ class Survey(Found):
             self.add_all(Place(held, key, "field", f"{name}.{key}") for key in list(held))
             self.seen[id(held)] = held
             self.registries.append(held)
+        for internal in (k for k in _PUT_BACK if k in state):
+            self.hold(state[internal])
+            self.internals.append((Place(state, internal, "field", name), state[internal]))
         self.size(state["_modules"], name)
         # Hooks of the graphed module itself run around the graph, at every call.
         inside = module is not self._outermost
         for hooks, label in ((state[h], f"{name}.{h}") for h in _HOOKS if inside and h in state):
-            self.hooks.append((hooks, len(hooks), label))
-            for hook in hooks.values():
-                self.reach(hook, label)
+            self._walk_hooks(hooks, label, label)
         self._walk_object(module, name)
 
+    def _walk_hooks(self, hooks: dict[int, Any], name: str, each: str) -> None:
+        self.hooks.append((hooks, len(hooks), name))
+        for hook in hooks.values():
+            self.reach(hook, each)
+
     def _walk_object(self, value: Any, name: str) -> None:
-        self.reach(getattr(value, "_torchdynamo_orig_callable", None), name)
-        state = getattr(value, "__dict__", None)
-        if isinstance(state, dict):
-            hidden = next((names for kind, names in _INTERNALS if isinstance(value, kind)), frozenset())
-            self.size(state, name)
+        state = fields_of(value)
+        if state is not None:
+            self.reach(state.get("_torchdynamo_orig_callable"), name)
+            hidden = next((names for kind, names in _INTERNALS if is_a(value, kind)), frozenset())
+            self.size(state, name, listed=False)
             keys = [k for k in self._used(state) if k not in hidden]
             self.add_all(Place(state, key, "field", f"{name}.{key}") for key in keys)
         for cls in _user_bases(type(value)):
@@ -163,30 +171,42 @@ class Survey(Found):
         self._walk_dict(value.keywords, f"{name}.keywords")
 
     def _walk_dict(self, value: dict[Any, Any], name: str) -> None:
-        if len(value) > _BULK and all(map(is_plain, value.values())):
-            self.bulk.append(Bulk.of(value, name))
+        values = [held for _, held in items_of(value)]
+        if len(values) > _BULK and all(map(is_plain, values)):
+            self._walk_whole(value, name)
             return
         self.size(value, name)
-        self.add_all(Place(value, key, "item", item_name(name, key)) for key in list(value))
+        self.add_all(Place(value, key, "item", item_name(name, key)) for key, _ in [*items_of(value)])
 
     def _walk_sequence(self, value: Sequence[Any], name: str) -> None:
         if len(value) > _BULK and all(map(is_plain, value)) and not isinstance(value, tuple):
-            self.bulk.append(Bulk.of(value, name))
+            self._walk_whole(value, name)
             return
         self.size(value, name)
         self.add_all(Place(value, i, "item", f"{name}[{i}]") for i in range(len(value)))
 
     def _walk_namespace(self, value: types.ModuleType, name: str) -> None:
         if value.__name__ == "os" and (self.names is None or {"environ", "getenv"} & self.names):
-            self.bulk.append(Bulk(lambda: dict(os.environ), dict(os.environ), nothing, "os.environ"))
+            self.reach(os.environ, "os.environ")
         if value.__name__.partition(".")[0] in _SKIPPED_PACKAGES | {"graphify"}:
             return
         scope, names = vars(value), self.executed.names() if self.names is None else self.names
         used = [k for k in names & scope.keys() if not k.startswith("__")]
         self.add_all(Place(scope, key, "field", f"{name}.{key}") for key in used)
 
-    def _walk_set(self, value: set[Any], name: str) -> None:
+    def _walk_whole(self, value: Any, name: str) -> None:
         self.bulk.append(Bulk.of(value, name))
+        self.hold(value)
+
+    def _walk_environment(self, value: Any, name: str) -> None:
+        content = dict(value)
+
+        def restore() -> None:
+            for key in [key for key in value if key not in content]:
+                del value[key]
+            value.update(content)
+
+        self.bulk.append(Bulk(lambda: dict(value), content, restore, "os.environ"))
 
     def _walk_array(self, value: Any, name: str) -> None:
         """A numpy array is read on the host: its bytes are a value."""
@@ -224,9 +244,7 @@ class Survey(Found):
         self.add_all(hyperparameters(value, name))
         self._hold_state(value, f"{name}.state")
         for hooks in (fields[h] for h in _STEP_HOOKS if h in fields):
-            self.hooks.append((hooks, len(hooks), f"the hooks of {name}"))
-            for hook in hooks.values():
-                self.reach(hook, f"a hook of {name}")
+            self._walk_hooks(hooks, f"the hooks of {name}", f"a hook of {name}")
         if any(_user_bases(type(value))):
             self._walk_object(value, name)
 
@@ -277,7 +295,7 @@ def _user_bases(cls: type) -> Iterator[type]:
 
 def _is_slot(cls: type, name: str, found: Any) -> bool:
     """Whether an attribute of a class's instances lives in this very slot."""
-    return isinstance(found, types.MemberDescriptorType) and getattr(cls, name, None) is found
+    return isinstance(found, types.MemberDescriptorType) and member_of(cls, name) is found
 
 
 def _is_descriptor(value: Any) -> bool:
@@ -300,7 +318,8 @@ _WALKS: list[tuple[Any, Walk]] = [
     (ContextVar, Survey._walk_variable),
     (ChainMap, Survey._walk_maps),
     (types.MappingProxyType, Survey._walk_proxy),
-    (set, Survey._walk_set),
+    (type(os.environ), Survey._walk_environment),
+    (set, Survey._walk_whole),
     ((itertools.count, *_ITERATORS), Survey._walk_iterator),
     (_CLOSED, Survey._walk_closed),
     (type, Survey._walk_class),

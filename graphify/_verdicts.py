@@ -102,11 +102,10 @@ def side_effect(
     if refused is not None or is_only_written(change, executed):
         return refused
     what = "reads and re-binds" if _is_written(change) else "changes"
-    return CaptureError(
-        f"`{name}` {what} `{change.place.name}`",
-        why=_ONCE,
-        fix="keep it in a tensor and change that in place (`copy_`, `add_`), or return it",
-    )
+    fix = "keep it in a tensor and change that in place (`copy_`, `add_`), or return it"
+    if _is_written(change) and change.before is MISSING:
+        what, fix = "makes", "make it before, as in `__init__` or by a first call of the plain function"
+    return CaptureError(f"`{name}` {what} `{change.place.name}`", why=_ONCE, fix=fix)
 
 
 def _is_written(change: Change) -> bool:

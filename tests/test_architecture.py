@@ -50,7 +50,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
             "_lazy",
             "_mode",
         ),
-        *("_nearness", "_padding", "_paths", "_pulled", "_rules", "_shadows"),
+        *("_nearness", "_padding", "_paths", "_pulled", "_raw", "_rules", "_shadows"),
         *("_signature", "_specification", "_specs", "_stand_ins", "_tree", "_tree_code", "buckets", "stats"),
     ),
     2: (
