@@ -46,7 +46,7 @@ class Held:
         survey = Survey(roots, Executed(everything=True))
         places = (held for held in survey.places.values() if held[0].kind != "attr")
         self._places = [
-            (place, value) for place, value in places if is_plain(value) or isinstance(value, Tensor)
+            (place, value) for place, value in places if is_plain(value) or issubclass(type(value), Tensor)
         ]
         self._bulk = survey.bulk
 

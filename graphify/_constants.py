@@ -73,9 +73,10 @@ def kind_of(value: Any) -> str:
     kind = _KINDS.get(cls) or _numpy_kind(value)
     if kind is not None:
         return kind
-    if isinstance(value, enum.Enum):
-        return "flag" if isinstance(value, enum.Flag) else "enum"
-    if isinstance(value, type):
+    # A class, since an object's own `__class__` may pretend anything, or run anything.
+    if issubclass(cls, enum.Enum):
+        return "flag" if issubclass(cls, enum.Flag) else "enum"
+    if issubclass(cls, type):
         return "same" if _compares_as(cls, type) else "opaque"
     return "checked" if cls is frozenset or _is_plain_subclass(value) else "opaque"
 
@@ -83,7 +84,7 @@ def kind_of(value: Any) -> str:
 def _numpy_kind(value: object) -> str | None:
     """The kind of a numpy scalar, None for anything else; numpy is never imported for this."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.generic):
+    if numpy is None or not issubclass(type(value), numpy.generic):
         return None
     if isinstance(value, numpy.floating):
         return "float"
@@ -95,7 +96,7 @@ def _numpy_kind(value: object) -> str | None:
 def _is_plain_subclass(value: Any) -> bool:
     """Whether this is a number or a string of the user's own class that adds nothing to its value."""
     cls = type(value)
-    base = next((base for base in _PLAIN if isinstance(value, base)), None)
+    base = next((base for base in _PLAIN if issubclass(cls, base)), None)
     return base is not None and _compares_as(cls, base) and not getattr(value, "__dict__", None)
 
 
@@ -155,10 +156,10 @@ def shown(token: Any, cls: type) -> str:
 def refusal_of(value: Any) -> str | None:
     """Why a signature can hold this object neither by value nor by identity, and what to pass; None when it can."""
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
+    if numpy is not None and issubclass(type(value), numpy.ndarray):
         return "its values can change without its identity. Pass torch.from_numpy(array) or a tuple."
     for kinds, why, instead in _REFUSED:
-        if isinstance(value, kinds):
+        if issubclass(type(value), kinds):
             return f"{why}. Pass {instead}."
     try:
         weakref.ref(value)

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from ._layout import family_key
 from ._lazy import is_lazy
 from ._places import MISSING, Bulk, Change, Place, TensorFacts, is_plain, same
-from ._raw import contents_of, put_back, reordered
+from ._raw import contents_of, is_a, put_back, reordered
 
 __all__ = ["Found"]
 
@@ -150,7 +150,7 @@ class Found:
             return
         self.places[place.id] = (place, value)
         self.seen[id(place.container)] = place.container
-        if isinstance(value, Tensor):
+        if is_a(value, Tensor):
             self.meet(value, place.name)
         self.reach(value, place.name)
 
@@ -168,7 +168,7 @@ class Found:
 
     def reach(self, value: Any, name: str) -> None:
         """Queue an object for its walk, unless it was met before or has nothing inside."""
-        if id(value) in self.seen or isinstance(value, Tensor) or is_plain(value):
+        if id(value) in self.seen or is_a(value, Tensor) or is_plain(value):
             return
         self.seen[id(value)] = value
         self.queue.append((value, name))

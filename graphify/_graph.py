@@ -292,7 +292,7 @@ def delivering(
 ) -> Deliver:
     """How the tensors of a call and the fresh copies become its result and its hidden outputs."""
     rebuild = tree.rebuild
-    borrowed = [(i, c.position) for i, c in enumerate(consts) if isinstance(c, Argument)]
+    borrowed = [(i, c.position) for i, c in enumerate(consts) if type(c) is Argument]
 
     def deliver(tensors: Sequence[Tensor], fresh: Sequence[Tensor], values: tuple[Any, ...]) -> Any:
         leaves = consts

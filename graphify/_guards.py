@@ -13,6 +13,7 @@ from torch import Tensor
 from ._layout import family_key
 from ._lazy import is_lazy
 from ._places import Place, is_plain, same
+from ._raw import fields_of, has_own_items, is_a, member_of
 from ._survey import Survey
 
 __all__ = ["Guard", "Miss", "find_place", "once"]
@@ -51,7 +52,7 @@ class Guard:
     ) -> None:
         kept = [(p, v) for key, (p, v) in survey.places.items() if key not in written]
         self.places = [(p, v) for p, v in kept if not isinstance(p.container, tuple)]
-        tensors = once([v for _, v in kept if isinstance(v, Tensor)] + list(outside))
+        tensors = once([v for _, v in kept if is_a(v, Tensor)] + list(outside))
         # Others have no address.
         self.tensors = [t for t in tensors if t.layout is torch.strided and not is_lazy(t)]
         self.sizes = [*survey.sizes]
@@ -104,12 +105,15 @@ class Guard:
         ]
 
     def _generate(self) -> Callable[[], bool]:
-        scope: dict[str, Any] = {"same": same}
+        scope: dict[str, Any] = {"same": same, "get": dict.get}
         tests: list[str] = []
         for i, (place, value) in enumerate(self.places):
             scope[f"c{i}"], scope[f"k{i}"], scope[f"v{i}"] = place.container, place.key, value
             if place.read() is value:
-                tests.append(_TESTS[place.kind].format(i=i, k=_literal(place.key, i)))
+                kind = "entry" if place.kind == "item" and has_own_items(place.container) else place.kind
+                if kind == "attr":
+                    scope[f"k{i}"] = member_of(type(place.container), place.key).__get__
+                tests.append(_TESTS[kind].format(i=i, k=_literal(place.key, i)))
             else:  # made anew by each read, so only its value can be compared
                 scope[f"p{i}"] = place
                 tests.append(f"same(p{i}.read(), v{i})")
@@ -155,7 +159,8 @@ _TESTS = {
     "class": "c{i}.__dict__[{k}] is v{i}",
     "cell": "c{i}.cell_contents is v{i}",
     "variable": "c{i}.get() is v{i}",
-    "attr": "getattr(c{i}, {k}) is v{i}",
+    "attr": "k{i}(c{i}) is v{i}",
+    "entry": "get(c{i}, {k}) is v{i}",
 }
 
 
@@ -174,16 +179,16 @@ def find_place(tensor: Tensor, ignore: Iterable[Any]) -> Place | None:
 
 def _dict_of(holder: Any) -> dict[Any, Any] | None:
     """A dict, or that of an object: since Python 3.13 the object itself holds what its dict shows. Not of one of ours."""
-    held = holder if isinstance(holder, dict) else getattr(holder, "__dict__", None)
+    held = holder if is_a(holder, dict) else fields_of(holder)
     ours = type(holder).__module__.startswith("graphify.")
-    return held if isinstance(held, dict) and not ours else None
+    return None if ours else held
 
 
 def _key_of(tensor: Tensor, holder: dict[Any, Any]) -> Any:
     # A loop: in a comprehension, Python 3.11 would make this very variable one of the cells that are searched.
     for key, value in list(holder.items()):
         # Under a key that is made of the tensor no other one will ever be: so are our own dicts.
-        if value is tensor and key != id(tensor) and key != family_key(tensor):
+        if value is tensor and (type(key) is not int or key not in (id(tensor), family_key(tensor))):
             return key
     return None
 

@@ -16,6 +16,7 @@ __all__ = [
     "field_of",
     "fields_of",
     "get_item",
+    "has_own_items",
     "is_a",
     "items_of",
     "member_of",
@@ -62,6 +63,14 @@ def items_of(held: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
     """The items of a dict in its order."""
     items: Iterable[tuple[Any, Any]] = _kind(held).items(held)
     return items
+
+
+def has_own_items(container: Any) -> bool:
+    """Whether looking up an item of this dict runs code of its class, as to make one that is missing."""
+    names = ("__getitem__", "__missing__")
+    return is_a(container, dict) and any(
+        member_of(type(container), n) is not member_of(dict, n) for n in names
+    )
 
 
 def get_item(container: Any, key: Any, default: Any) -> Any:

@@ -96,7 +96,7 @@ class _Walk:
         self._inside: dict[int, str] = {}
 
     def node(self, value: Any, path: str) -> Node:
-        if isinstance(value, Tensor):
+        if issubclass(type(value), Tensor):
             self.tensor_paths.append(path)
             self.tensors.append(value)
             return Node("tensor", "tensor", Tensor)
@@ -199,7 +199,7 @@ def _base_of(value: Any) -> type | None:
     cls = type(value)
     if cls in EXACT or cls is types.MethodType:
         return cls
-    if isinstance(value, torch.nn.Module) or hasattr(cls, "__del__"):
+    if issubclass(cls, torch.nn.Module) or hasattr(cls, "__del__"):
         return None
     if is_structseq(cls):
         return cls if cls.n_fields == cls.n_sequence_fields else None
