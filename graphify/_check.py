@@ -258,8 +258,9 @@ class _Check:
     def _judge_python(self, before: Survey, host: HostRandomness, watch: Watch) -> None:
         for generator in host.drawn():
             self._note([random_draw(self.name, generator)], line_naming(self.executed, "random"))
-        for change in before.changes(Survey(self.roots, self.executed)):
-            refused = side_effect(self.name, change, self.executed, before.optimizers)
+        after = Survey(self.roots, self.executed)
+        for change in before.changes(after):
+            refused = side_effect(self.name, change, self.executed, after)
             self._note([refused], line_naming(self.executed, change.place.variable))
         self._note([given_history(watch.renewed(()), before, self.named)])
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ._computed import Computed, computed_by, names_in
 from ._following import hearing_calls
 
 __all__ = [
@@ -46,6 +47,7 @@ class CodeNames:
         stores: set[str] = set()
         scope: set[str] = set()
         imports: set[str] = set()
+        evaluated = code.co_name == "<module>"
         for step in dis.get_instructions(code):
             if not isinstance(step.argval, str):
                 continue
@@ -58,7 +60,7 @@ class CodeNames:
                 scope.add(step.argval)
             elif step.opname.startswith(("STORE_ATTR", "STORE_DEREF", "DELETE_ATTR")):
                 stores.add(step.argval)
-            elif step.opname.startswith("STORE_GLOBAL"):
+            elif step.opname.startswith("STORE_GLOBAL") or (step.opname == "STORE_NAME" and evaluated):
                 stores.add(step.argval)
                 scope.add(step.argval)
             elif step.opname == "IMPORT_NAME":
@@ -69,13 +71,12 @@ class CodeNames:
         self.stores = frozenset(stores)
         self.scope = frozenset(scope)
         self.imports = frozenset(imports)
-        self.strings = frozenset(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+        self.strings = frozenset(n for c in code.co_consts if isinstance(c, str) for n in names_in(c))
         self.all = self.loads | self.stores | self.strings
 
 
 _NAMED_TUPLE = ("_tuple_new",)
 """What the constructor of a named tuple loads, and nothing else does: it is generated, and reads no state."""
-_ANY_NAME = frozenset({"vars", "__dict__"})
 
 names_of = lru_cache(maxsize=None)(CodeNames)
 
@@ -86,6 +87,7 @@ class Executed:
 
     codes: dict[int, tuple[CodeType, dict[str, Any]]] = field(default_factory=dict)
     everything: bool = False
+    _computed: dict[int, Computed] = field(default_factory=dict, repr=False)
 
     def merge(self, other: Executed) -> None:
         """Take over what another run executed."""
@@ -116,8 +118,17 @@ class Executed:
         return frozenset().union(*(names_of(code).stores for code, _ in self.codes.values()))
 
     def by_any_name(self) -> bool:
-        """Whether names say nothing: they are not known, or the user's code goes through a `__dict__`."""
-        return self.everything or any(_ANY_NAME & names_of(code).loads for code, _ in self.scopes())
+        """Whether names say nothing: they are not known, or the user's code computes them."""
+        return self.everything or any(found.anywhere for _, _, found in self.computed())
+
+    def computed(self) -> Iterator[tuple[CodeType, dict[str, Any], Computed]]:
+        """The user's code that looks up names which no bytecode shows."""
+        for code, scope in self.scopes():
+            found = self._computed.get(id(code))
+            if found is None:
+                found = self._computed[id(code)] = computed_by(code, scope)
+            if any(found):
+                yield code, scope, found
 
     def reads(self) -> frozenset[str]:
         """Every name that the code loads, or may load by a string."""
@@ -154,11 +165,17 @@ class Executed:
 
 
 def _is_aside(frame: FrameType | None, collecting: set[int]) -> bool:
-    """Whether a frame belongs to a first import or to what the garbage collector calls, and not to the run."""
+    """Whether a frame belongs to a first import or to what the garbage collector calls, and not to the run.
+
+    What the user's own code evaluates or executes is the run's.
+    """
     while frame is not None and not is_ours(frame.f_code):
-        if frame.f_code.co_name == "<module>" or id(frame.f_code) in collecting:
+        caller = frame.f_back
+        if frame.f_code.co_name == "<module>" and (caller is None or is_library(caller.f_code.co_filename)):
             return True
-        frame = frame.f_back
+        if id(frame.f_code) in collecting:
+            return True
+        frame = caller
     return False
 
 

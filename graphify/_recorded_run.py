@@ -186,7 +186,8 @@ class RecordedRun:
 
     def _hidden(self, change: Change) -> Change:
         """A change that can be repeated at each call: a field that is only written."""
-        refused = side_effect(self.setting.name, change, self.executed, self.before.optimizers)
+        assert self.after is not None, "what changed is known"
+        refused = side_effect(self.setting.name, change, self.executed, self.after)
         if refused is not None:
             raise again(refused)
         return change

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import operator
 import os
 import sys
 import threading
@@ -27,6 +28,7 @@ from ._code import Executed, is_library, names_of
 from ._found import Found
 from ._places import Bulk, Place, entries, hyperparameters, is_plain, item_name, nothing
 from ._raw import fields_of, is_a, items_of, member_of
+from ._unnamed import Unnamed
 
 __all__ = ["Survey"]
 
@@ -57,13 +59,26 @@ class Survey(Found):
         super().__init__()
         self.executed = executed
         self.names = None if executed.by_any_name() else executed.names() | {"training"}
+        self.unnamed = Unnamed(executed)
+        self._start(roots)
+        if self.names is not None and self.unnamed.found():
+            super().__init__()
+            self.names = None if self.unnamed.anywhere else self.names | self.unnamed.names
+            self._start(roots)
+
+    def _start(self, roots: Iterable[tuple[str, Any]]) -> None:
         self._outermost: Any = None
+        self.seen |= self.unnamed.functions
         for name, value in roots:
             self.reach(value, name)
-        for code, scope in executed.scopes():
+        for code, scope in self.executed.scopes():
             self.add_all(Place(scope, name, "field", name) for name in names_of(code).scope if name in scope)
             for module in names_of(code).imports:
                 self.reach(sys.modules.get(module), module)
+        for scope, name in self.unnamed.globals():
+            self.add(Place(scope, name, "field", name))
+        for space in self.unnamed.modules():
+            self.reach(space, space.__name__)
         self._walk_all()
 
     def _walk_all(self) -> None:
@@ -99,8 +114,13 @@ class Survey(Found):
             self._walk_method(value, name)
         self.reach(getattr(value, "__wrapped__", None), name)
 
-    def _used(self, names: Iterable[str]) -> Iterator[str]:
-        return (n for n in names if self.names is None or n in self.names)
+    def reads_unnamed(self, container: Any) -> bool:
+        """Whether code reads this dict by names that are not known."""
+        return id(container) in self.unnamed.whole or (self.names is None and not self.executed.everything)
+
+    def _used(self, names: Iterable[str], holder: Any) -> Iterator[str]:
+        every = self.names is None or self.unnamed.reads_all(holder)
+        return (n for n in names if every or n in self.names)  # type: ignore[operator]
 
     def _walk_module(self, module: nn.Module, name: str) -> None:
         state = module.__dict__
@@ -130,17 +150,23 @@ class Survey(Found):
             self.reach(state.get("_torchdynamo_orig_callable"), name)
             hidden = next((names for kind, names in _INTERNALS if is_a(value, kind)), frozenset())
             self.size(state, name, listed=False)
-            keys = [k for k in self._used(state) if k not in hidden]
+            keys = [k for k in self._used(state, value) if k not in hidden]
+            if self.unnamed.reads_all(value):
+                self.unnamed.whole.add(id(state))
             self.add_all(Place(state, key, "field", f"{name}.{key}") for key in keys)
         for cls in _user_bases(type(value)):
             slots = [k for k, v in vars(cls).items() if _is_slot(type(value), k, v)]
-            self.add_all(Place(value, slot, "attr", f"{name}.{slot}") for slot in self._used(slots))
+            self.add_all(Place(value, slot, "attr", f"{name}.{slot}") for slot in self._used(slots, value))
         self._walk_class(type(value), name)
+
+    def _walk_getter(self, value: Any, name: str) -> None:
+        """A function that looks up names: those that it was made with, or any that it is given."""
+        self.unnamed.meet(value, self.names)
 
     def _walk_class(self, cls: type, name: str) -> None:
         for base in _user_bases(cls):
             used = [k for k, v in vars(base).items() if not k.startswith("__") and not _is_descriptor(v)]
-            self.add_all(Place(base, key, "class", f"{name}.{key}") for key in self._used(used))
+            self.add_all(Place(base, key, "class", f"{name}.{key}") for key in self._used(used, cls))
 
     def _walk_function(self, function: types.FunctionType, name: str) -> None:
         self.reach(function.__dict__.get("_torchdynamo_orig_callable"), name)
@@ -191,7 +217,8 @@ class Survey(Found):
         if value.__name__.partition(".")[0] in _SKIPPED_PACKAGES | {"graphify"}:
             return
         scope, names = vars(value), self.executed.names() if self.names is None else self.names
-        used = [k for k in names & scope.keys() if not k.startswith("__")]
+        names = (names & scope.keys()) | self.unnamed.of_module(value, everywhere=self.names is None)
+        used = [k for k in names if not k.startswith("__")]
         self.add_all(Place(scope, key, "field", f"{name}.{key}") for key in used)
 
     def _walk_whole(self, value: Any, name: str) -> None:
@@ -321,6 +348,7 @@ _WALKS: list[tuple[Any, Walk]] = [
     (type(os.environ), Survey._walk_environment),
     (set, Survey._walk_whole),
     ((itertools.count, *_ITERATORS), Survey._walk_iterator),
+    ((operator.attrgetter, operator.methodcaller, types.BuiltinFunctionType), Survey._walk_getter),
     (_CLOSED, Survey._walk_closed),
     (type, Survey._walk_class),
 ]

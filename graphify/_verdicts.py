@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
 from ._code import Executed, line_of
@@ -89,17 +88,16 @@ def without_memory(what: str, tensor: Tensor, fix: str) -> CaptureError:
     return CaptureError(f"{what} is a {kind} tensor", why=why, fix=fix)
 
 
-def is_only_written(change: Change, executed: Executed) -> bool:
+def is_only_written(change: Change, executed: Executed, survey: Survey) -> bool:
     """Whether a change can be repeated at each call: a field that the code stores and never loads."""
-    return _is_written(change) and change.place.key in executed.stores() - executed.reads()
+    only = _is_written(change) and change.place.key in executed.stores() - executed.reads()
+    return only and not survey.reads_unnamed(change.place.container)
 
 
-def side_effect(
-    name: str, change: Change, executed: Executed, optimizers: Iterable[tuple[str, Optimizer]]
-) -> CaptureError | None:
-    """What Python did to something that it holds; None where each call can do it again."""
-    refused = refused_change(change, optimizers)
-    if refused is not None or is_only_written(change, executed):
+def side_effect(name: str, change: Change, executed: Executed, survey: Survey) -> CaptureError | None:
+    """What Python did to something that it holds, as `survey` met it; None where each call can do it again."""
+    refused = refused_change(change, survey.optimizers)
+    if refused is not None or is_only_written(change, executed, survey):
         return refused
     what = "reads and re-binds" if _is_written(change) else "changes"
     fix = "keep it in a tensor and change that in place (`copy_`, `add_`), or return it"

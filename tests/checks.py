@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -64,6 +65,13 @@ def counts(graphed: Any) -> tuple[int, int, int, int, int]:
     assert s.calls == s.warmups + s.captures + s.replays + s.eager + s.errors
     assert s.eager == s.reasons.total()
     return s.warmups, s.captures, s.replays, s.eager, s.errors
+
+
+def reader(name: str) -> Callable[[Any], Any]:
+    """What an extension does: read an attribute by a name that no Python shows."""
+    made = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.c_char_p)
+    read, wanted = made(("PyObject_GetAttrString", ctypes.pythonapi)), name.encode()
+    return lambda held: read(held, wanted)
 
 
 def together(number: int, work: Callable[[], Any]) -> list[Any]:

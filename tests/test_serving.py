@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import operator
 import threading
 import warnings
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from bucketing import ROWS, Cache
-from checks import counts, equal
+from checks import counts, equal, reader
 from conftest import needs_cuda
 from torch import Tensor, nn
 
@@ -433,7 +432,7 @@ def test_p23_what_a_replay_does_not_repeat_is_verified(backend: str, device: tor
         def __init__(self) -> None:
             self.scale = 2.0
 
-    settings, get = Settings(), operator.attrgetter("scale")
+    settings, get = Settings(), reader("scale")
     graphed = graphify(lambda x: x * get(settings), buckets=[4], verify=2, backend=backend)
     x = torch.ones(3, 2, device=device)
     for _ in range(2):
