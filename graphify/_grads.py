@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ._guards import Miss
 from ._layout import family_key, is_dense
+from ._touched import Touched, bind_grad, grad_of
 from .errors import CaptureError
 
 __all__ = ["GradPlan", "Grads", "refused_arguments"]
@@ -21,9 +22,8 @@ class Grads:
     """What `.grad` each of these leaves has now: make it right before a run that is recorded.
 
     Example: `grads = Grads(named_leaves); run(); grads.settle(touched)` in what is recorded; then
-    `plan = grads.plan(touched, given)`, or `grads.restore()` when that failed. `touched` holds the families of
-    memory from outside that the run's device work read or wrote; None where that is not known, as with
-    compiled code.
+    `plan = grads.plan(touched, given)`, or `grads.restore(touched)` when that failed. Leaves that the run did not
+    touch are none of its business: another thread may train them.
     """
 
     def __init__(self, leaves: Iterable[tuple[str, Tensor]]) -> None:
@@ -34,7 +34,7 @@ class Grads:
             trained = tensor.requires_grad or isinstance(tensor, nn.Parameter)
             if tensor.is_leaf and trained and id(tensor) not in self._names:
                 self._names[id(tensor)] = name
-                self._before.append((tensor, tensor.grad))
+                self._before.append((tensor, grad_of(tensor)))
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether this leaf's `.grad` was noted."""
@@ -44,26 +44,27 @@ class Grads:
         """The memory of the gradients that there were."""
         return {family_key(grad) for _, grad in self._before if grad is not None}
 
-    def restore(self) -> None:
-        """Put every `.grad` back; the memory of it is not this one's business."""
+    def restore(self, touched: Touched) -> None:
+        """Put back what the run changed; the memory of a `.grad` is not this one's business."""
         for tensor, grad in self._before:
-            tensor.grad = grad
+            if touched.has_to_do_with(tensor, grad):
+                bind_grad(tensor, grad)
 
-    def settle(self, touched: Collection[int] | None) -> None:
+    def settle(self, touched: Touched) -> None:
         """Record, at the end of the run, that gradients stay where the next call looks for them.
 
         A run that uses the gradient of the last call and then makes another would find it elsewhere each time.
         """
         for tensor, before in self._before:
-            after = tensor.grad
-            if before is None or after is None or after is before or not _is_in(before, touched):
+            after = grad_of(tensor)
+            if before is None or after is None or after is before or not touched.uses(before):
                 continue
             if _facts(after)[1:] == _facts(before)[1:] and is_dense(before) and not after.requires_grad:
                 with torch.no_grad():
                     before.copy_(after)
-                tensor.grad = before
+                bind_grad(tensor, before)
 
-    def plan(self, touched: Collection[int] | None, given: Collection[int] = ()) -> GradPlan:
+    def plan(self, touched: Touched, given: Collection[int] = ()) -> GradPlan:
         """What replays of the run that just happened need and leave; `given` are its arguments' families.
 
         Raises:
@@ -71,10 +72,12 @@ class Grads:
         """
         plan = GradPlan()
         for tensor, before in self._before:
-            name, after = f"{self._names[id(tensor)]}.grad", tensor.grad
+            if not touched.has_to_do_with(tensor, before):
+                continue
+            name, after = f"{self._names[id(tensor)]}.grad", grad_of(tensor)
             if after is not None and after is not before:
                 _check(name, after, given)
-            if before is not None and _is_in(before, touched):
+            if before is not None and touched.uses(before):
                 _check(name, before, given)
                 plan.expect_memory(name, tensor, before)
             else:
@@ -82,10 +85,6 @@ class Grads:
             if after is not before:
                 plan.leave(tensor, after)
         return plan
-
-
-def _is_in(grad: Tensor, families: Collection[int] | None) -> bool:
-    return families is None or family_key(grad) in families
 
 
 def _check(name: str, grad: Tensor, given: Collection[int]) -> None:

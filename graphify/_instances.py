@@ -23,7 +23,7 @@ class Instances:
         self.pool, self.recording, self.conflicts = first.pool, first.recording, first.conflicts
         self.unguarded = first.unguarded
         self.replays = 0
-        self.step: None = None
+        self.step = first.step
         self._more = more
 
     def __call__(self, tensors: tuple[Tensor, ...], values: tuple[Any, ...], staged: bool = False) -> Any:

@@ -23,6 +23,7 @@ from ._optimizers import steps
 from ._padding import Fit
 from ._specification import root_of
 from ._survey import Survey
+from ._touched import Touched
 from ._tree import Tree, tree_of
 from ._trial import is_large, trial
 from ._trust import padding_error, remedy
@@ -244,7 +245,7 @@ class Runs:
         assert found is not None, "a value has the structure that was read off it"
         names = {family_key(t): f"`{place.name}`" for place, t in survey.tensors()}
         live = cut(list(found[0]), names.keys() | watch.outside.keys(), call.tensors)
-        memory, python = (written(watch, names), self._rebound(survey, call)) if self.state else ({}, {})
+        memory, python = (written(watch, names), self._rebound(survey, call, watch.touched)) if self.state else ({}, {})
         grads = {} if watch.backward else self._gradients(live, watch.outside, call, names)
         arguments = [
             torch.empty(0) if id(t) in self._lent else self.fit.lives(i, t.detach()).clone()
@@ -260,7 +261,7 @@ class Runs:
         # Of an argument each run has a copy of its own.
         return {paths.get(key, key): mark for key, mark in marks.found(named).items()}
 
-    def _rebound(self, survey: Survey, call: Call) -> dict[str, Tensor]:
+    def _rebound(self, survey: Survey, call: Call, touched: Touched) -> dict[str, Tensor]:
         """The tensors that the run left in Python's hands: attributes, and gradients of parameters."""
         changes = survey.changes(self.lessons.survey(call, after=True))
         dims = self.fit.dims()
@@ -271,8 +272,8 @@ class Runs:
                 raise self.error(f"`{change.place.name}` is left as memory of `{path}`", _COPY, _CLONE)
         left = {f"`{c.place.name}`": c.after for c in changes if isinstance(c.after, Tensor)}
         for place, leaf in survey.tensors():
-            if leaf.is_leaf and leaf.requires_grad and leaf.grad is not None:
-                left[f"`{place.name}.grad`"] = leaf.grad
+            if leaf.is_leaf and leaf.requires_grad and touched.has_to_do_with(leaf, None):
+                left |= {} if leaf.grad is None else {f"`{place.name}.grad`": leaf.grad}
         return {name: tensor.detach().clone() for name, tensor in left.items()}
 
     def _gradients(

@@ -142,7 +142,8 @@ def _plan(run: RecordedRun, graph: Graph, result: Any, hidden: list[Any]) -> Gua
 
 def _plan_step(run: RecordedRun, graph: Graph, result: Any, hidden: list[Any]) -> None:
     graded = has_gradients((result, hidden), run.inputs.tensors)
-    if (graded and run.patterns is None) or (run.watch.backward and run.step is None):
+    touched = bool(run.watch.touched.leaves)
+    if (graded and run.patterns is None) or ((run.watch.backward or touched) and run.step is None):
         raise NeedsGradError
     if run.step is None:
         return
@@ -151,9 +152,9 @@ def _plan_step(run: RecordedRun, graph: Graph, result: Any, hidden: list[Any]) -
         raise again(refused)
     results = tensors_of((result, *hidden))
     used = run.step.plan(run.watch, results, everything=run.executed.everything)
-    if graded and used:
+    if graded and used and run.watch.backward:
         raise second_backward(run.setting.name)
-    if not run.setting.backend.runs_live and (used or run.watch.backward or run.numbers):
+    if not run.setting.backend.runs_live and (used or touched or run.watch.backward or run.numbers):
         graph.step = run.step
 
 

@@ -29,7 +29,7 @@ from ._verdicts import (
     random_draw,
     side_effect,
 )
-from ._watch import Watch, apart, watching
+from ._watch import Watch, unwatched, watching
 from ._whole_step import WholeStep, hooks_on
 from .errors import again
 
@@ -68,7 +68,9 @@ class RecordedRun:
         self._undo = undo or UndoLog()
         # Only a backend whose recording run is real needs the log: on a device a copy would be captured.
         log = self._undo if setting.backend.runs_live else None
-        self.watch = Watch(device, given=self.inputs.tensors, strict=True, undo=log)
+        self.watch = Watch(
+            device, given=self.inputs.tensors, strict=True, undo=log, touched=self._undo.touched
+        )
         # A run that is real at each replay deals with gradients and numbers by itself.
         self.numbers = {place.id for place in numbers or ()}
         mine = [] if numbers is None or setting.backend.runs_live else numbers
@@ -111,7 +113,8 @@ class RecordedRun:
     def __call__(self) -> tuple[Any, list[Any]]:
         """Run: the result, and what the run left in fields that it only writes."""
         self.saved = []
-        self.watch.aliases.clear()  # of an earlier run, where the run is repeated
+        for earlier in (self.watch.aliases, self.watch.touched.leaves):  # where the run is repeated
+            earlier.clear()
         keeping = nullcontext() if self.patterns is None else saving(self.saved)
         with self.stand_ins.instead():
             with keeping, self._seen():
@@ -125,7 +128,7 @@ class RecordedRun:
 
     def _seen(self) -> AbstractContextManager[Any]:
         if self.example is not None:
-            return apart(self.device)
+            return unwatched(self.watch)
         return watching(self.watch, self.setting.backend.listen)
 
     def to_repeat(self) -> None:
@@ -201,7 +204,7 @@ class RecordedRun:
             undo.rollback()
             before.restore()
             if step is not None:
-                step.restore()
+                step.restore(undo.touched)
             host.restore()
             if streams is not None:
                 backend.set_rng_state(streams)

@@ -38,8 +38,8 @@ class Shadows:
                     self._restorers.pop()()
 
 
-def shadow(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Restore:
-    """Put what `wrap` makes of a method, or of a function of this name, in its place; answers what puts it back."""
+def shadow(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Restore:
+    """Put what `wrap` makes of a method, or of whatever has this name, in its place; answers what puts it back."""
     original, inherited = getattr(owner, name), name not in vars(owner)
     made = functools.wraps(original)(wrap(original))
 

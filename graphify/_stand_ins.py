@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ._touched import bind_grad, grad_of
+
 __all__ = ["StandInUsedError", "StandIns", "set_aside"]
 
 _KINDS = (Tensor, nn.Parameter)
@@ -52,11 +54,11 @@ class StandIns:
 
     def _exchange(self, pair: tuple[Tensor, Tensor]) -> None:
         tensor, other = pair
-        held = tensor.grad if tensor.is_leaf else None
+        held = grad_of(tensor) if tensor.is_leaf else None
         _swapped(tensor, other)
         # Another thread may read `.grad` meanwhile, or drop it.
-        if tensor.is_leaf and tensor.grad is not held:
-            tensor.grad = held
+        if tensor.is_leaf and grad_of(tensor) is not held:
+            bind_grad(tensor, held)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._illegal import tensors_in
+from ._touched import Touched
 
 __all__ = ["BELOW_VIEWS", "TooLargeError", "UndoLog", "below", "bytes_of", "version_of", "writes_of"]
 
@@ -119,11 +120,13 @@ class UndoLog:
 
     Storages above `limit` bytes are not copied: the tensors that would have been are listed in `skipped`. Where
     `spares` says so at that moment, such a write does not happen: `TooLargeError`, and again by `check`.
-    The log holds the saved storages and tensors until `rollback` or `clear`.
+    The log holds the saved storages and tensors until `rollback` or `clear`. `touched` is for what its run does
+    with gradients.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.skipped: list[Tensor] = []
+        self.touched = Touched()
         self.spares: Callable[[], bool] = _never
         self._refused = False
         self._limit = limit

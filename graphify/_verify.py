@@ -18,6 +18,7 @@ from ._material import memory_of, weights
 from ._optimizers import steps
 from ._options import disabled
 from ._survey import Survey
+from ._touched import hearing_grads
 from ._tree import Tree, tree_of
 from ._trial import HostRandomness, Snapshot, is_large, trial
 from ._undo import below
@@ -135,8 +136,11 @@ class Verifier:
         before = Snapshot(self.setting.backend, self.device, survey, [*self.generators.values()])
         for tensor in [*self._in_reach(graph, call, survey, watch).values(), *_written(watch)]:
             before.log.before_write(tensor)
+        touched = before.log.touched
+        touched.leaves.update(watch.touched.leaves)
         try:
-            result = Graph.__call__(graph, call.tensors, call.values)
+            with hearing_grads(touched.hear):
+                result = Graph.__call__(graph, call.tensors, call.values)
             left = self._taken(result, graph, call, survey, host, watch)
             return result, left._replace(backward=self._replayed_backward(result, graph, call, watch)), before
         except BaseException:
@@ -167,7 +171,10 @@ class Verifier:
     ) -> list[Backward | None]:
         """Those of a replay, whose backward has a trial of its own: the caller's is still to come."""
         survey, backend = self._survey(call), self.setting.backend
-        with trial(backend, self.device, survey, [*self.generators.values()]) as log:
+        with (
+            trial(backend, self.device, survey, [*self.generators.values()]) as log,
+            hearing_grads(log.touched.hear),
+        ):
             for tensor in [*self._in_reach(graph, call, survey, watch).values(), *_written(watch)]:
                 log.before_write(tensor)
             return self._backward(result, graph, call, survey, watch)

@@ -23,10 +23,11 @@ from ._lazy import hearing_birth
 from ._mode import InfraMode
 from ._operators import Operator, operator_of
 from ._optimizers import UnbuiltError
+from ._touched import Touched, hearing_grads
 from ._undo import UndoLog, version_of, writes_of
 from .errors import CaptureError, again
 
-__all__ = ["Watch", "apart", "next_node", "watching"]
+__all__ = ["Watch", "next_node", "unwatched", "watching"]
 
 aten = torch.ops.aten
 Around = Callable[[Any, Any, dict[str, Any], Callable[[], Any]], Any]
@@ -56,6 +57,7 @@ class Watch(InfraMode):
         given: Sequence[Tensor] = (),
         strict: bool = False,
         undo: UndoLog | None = None,
+        touched: Touched | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
@@ -87,6 +89,8 @@ class Watch(InfraMode):
             self._here = (-1, device.index)
         self._tasks = (-1, current_backward())
         self._start = next_node()
+        self.touched = touched or (undo.touched if undo is not None else Touched())
+        self.touched.see(self.outside, self.written, self.born, self.given)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -231,7 +235,8 @@ class Watch(InfraMode):
 
     def expect(self, outside: dict[int, Tensor], written: set[int], executed: Executed) -> None:
         """Take what another run touched for what the next one will, unwatched."""
-        self.outside, self.written = outside, written
+        self.outside.update(outside)
+        self.written |= written
         self.executed.merge(executed)
 
     def bumped(self) -> list[Tensor]:
@@ -297,11 +302,22 @@ def watching(watch: Watch, listen: Callable[[Callable[[str], None]], Any]) -> It
         apart(watch.device),
         hearing_detach(watch.detaches),
         hearing_birth(watch.builds),
+        hearing_grads(watch.touched.hear),
         listen(watch.host_read),
         watch,
         watch.executed.following(),  # last: names that the others load are not the body's
     ):
-        yield watch
+        try:
+            yield watch
+        finally:
+            watch.touched.everything |= watch.executed.everything
+
+
+@contextmanager
+def unwatched(watch: Watch) -> Iterator[None]:
+    """Run the body apart, while the watch hears of gradients only."""
+    with apart(watch.device), hearing_grads(watch.touched.hear):
+        yield
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from ._lifted import Lifted
 from ._optimizers import steps
 from ._places import Place
 from ._survey import Survey
+from ._touched import Touched
 from ._watch import Watch
 from .errors import CaptureError, again
 
@@ -59,7 +60,7 @@ class WholeStep:
         """Around the run that is recorded, under its watch."""
         with steps(self._lifted), self._lifted.lent():
             yield
-            self._grads.settle(watch.outside)
+            self._grads.settle(watch.touched)
 
     def plan(self, watch: Watch, results: Iterable[Tensor], *, everything: bool) -> bool:
         """Plan for replays; whether the run used or left a gradient at all.
@@ -70,8 +71,8 @@ class WholeStep:
         refused = self._lifted.refused_results(results) or self._unknown(watch)
         if refused is not None:
             raise again(refused)
-        touched: Collection[int] | None = None if everything else watch.outside.keys() | watch.written
-        self._plan = self._grads.plan(touched, watch.given)
+        watch.touched.everything |= everything
+        self._plan = self._grads.plan(watch.touched, watch.given)
         return self._plan.matters
 
     def _unknown(self, watch: Watch) -> CaptureError | None:
@@ -84,9 +85,9 @@ class WholeStep:
                 )
         return None
 
-    def restore(self) -> None:
-        """Put every `.grad` back after a recording that failed."""
-        self._grads.restore()
+    def restore(self, touched: Touched) -> None:
+        """Put the `.grad`s back that a recording changed, which failed."""
+        self._grads.restore(touched)
 
     def holds(self) -> bool:
         """Whether a replay may happen now."""

@@ -53,6 +53,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
         ),
         *("_nearness", "_padding", "_paths", "_pulled", "_raw", "_rules", "_shadows"),
         *("_signature", "_specification", "_specs", "_stand_ins", "_tree", "_tree_code", "buckets", "stats"),
+        "_touched",
     ),
     2: (
         *(
@@ -118,6 +119,8 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_axes": ("buckets",),
     "_code": ("_computed", "_following"),
     "_detaching": ("_shadows",),
+    "_stand_ins": ("_touched",),
+    "_touched": ("_layout", "_shadows"),
     "_arrivals": ("_pulled",),
     "_gate": ("_ambient", "_arrivals", "_pulled"),
     "_paths": ("_code", "_following"),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from whole_steps import CPU, Function, Step, loss_of, net, tape
 
 from graphify._grads import Grads, refused_arguments
+from graphify._touched import Touched
 from graphify._watch import Watch, watching
 from graphify.errors import CaptureError
 
@@ -261,13 +262,13 @@ class TestNothingToDo:
         with watching(watch, tape.listen), torch.no_grad():
             model(torch.randn(2, 4))
 
-        assert not grads.plan(watch.outside.keys(), watch.given).matters
+        assert not grads.plan(watch.touched, watch.given).matters
 
     def test_unknown_work_takes_every_gradient_as_used(self) -> None:
         """Where the device work was not seen, the memory of every gradient counts."""
         model = net()
         loss_of(model, torch.randn(2, 4)).backward()
-        plan = Grads(model.named_parameters()).plan(None)
+        plan = Grads(model.named_parameters()).plan(Touched(everything=True))
         model.get_parameter("0.weight").grad = torch.zeros(5, 4)
 
         assert not plan.holds()
@@ -319,7 +320,7 @@ class TestRefused:
         table(torch.tensor([1, 2])).sum().backward()
 
         with pytest.raises(CaptureError, match=r"`weight\.grad` is a sparse tensor"):
-            grads.plan(())
+            grads.plan(Touched(everything=True))
 
     def test_a_gradient_of_an_argument(self) -> None:
         """An argument that a backward inside reaches is refused with what to write."""

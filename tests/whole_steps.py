@@ -71,15 +71,15 @@ class Step:
         def run() -> Any:
             with watching(watch, tape.listen), steps(lifted), lifted.lent():
                 out = self.function(self.model, self.optimizer, static)
-                grads.settle(watch.outside)
+                grads.settle(watch.touched)
             return out
 
         try:
             with tape.scope(CPU):
                 recording, out = tape.record(run, self.pool, ())
-            plan = grads.plan(watch.outside.keys() | watch.written, watch.given)
+            plan = grads.plan(watch.touched, watch.given)
         except BaseException:
-            grads.restore()
+            grads.restore(watch.touched)
             raise
         assert plan.matters or watch.backward
         self.variants.append(Variant(plan, lifted, static, recording.replay, out))
