@@ -29,6 +29,7 @@ from ._survey import Survey
 from ._tree import tree_of
 from ._trial import HostRandomness, trial
 from ._verdicts import (
+    blind_iterator,
     given_history,
     host_reads,
     keeps_random_state,
@@ -262,6 +263,7 @@ class _Check:
         for change in before.changes(after):
             refused = side_effect(self.name, change, self.executed, after)
             self._note([refused], line_naming(self.executed, change.place.variable))
+        self._note([blind_iterator(self.name, self.executed, before)])
         self._note([given_history(watch.renewed(()), before, self.named)])
 
     def _judge_arguments(self, forms: list[tuple[Any, bool]], before: Survey, watch: Watch) -> None:

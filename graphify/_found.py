@@ -17,6 +17,7 @@ from ._layout import family_key
 from ._lazy import is_lazy
 from ._places import MISSING, Bulk, Change, Place, TensorFacts, is_plain, same
 from ._raw import contents_of, is_a, put_back, reordered
+from ._streams import Stream
 
 __all__ = ["Found"]
 
@@ -40,6 +41,9 @@ class Found:
         self.held: list[tuple[Place, Tensor]] = []
         self.closed: list[str] = []
         """Names of containers that hold what no walk sees."""
+        self.blind: list[tuple[str, Any]] = []
+        """Iterators that nobody can put back, by name."""
+        self.streams: list[Stream] = []
         self.seen: dict[int, Any] = {}
         self.queue: deque[tuple[Any, str]] = deque()
         self.base: Self | None = None
@@ -54,6 +58,7 @@ class Found:
         made.sizes, made.bulk, made.tensor_facts = [*self.sizes], [*self.bulk], [*self.tensor_facts]
         made.generators, made.hooks, made.held = [*self.generators], [*self.hooks], [*self.held]
         made.closed, made.internals = [*self.closed], [*self.internals]
+        made.blind, made.streams = [*self.blind], [*self.streams]
         made.optimizers, made.registries, made.queue = [*self.optimizers], [*self.registries], deque()
         if self._met is None:
             self._met = [*self.tensors()]
@@ -108,6 +113,8 @@ class Found:
                 found.append(Change(Place(container, None, "bulk", name), content, container))
         bulk = [b for b in self.bulk[bulks:] if b.read() != b.content]
         found += [Change(Place(b, None, "bulk", b.name), b.content, b.read()) for b in bulk]
+        drawn = [s for s in self.streams[0 if base is None else len(base.streams) :] if s.drawn()]
+        found += [Change(Place(s, None, "draw", s.name), MISSING, MISSING) for s in drawn]
         moved = [
             (t, name, facts) for t, name, facts in self.tensor_facts[facts_known:] if not facts.same_as(t)
         ]
@@ -136,6 +143,8 @@ class Found:
         for bulk in self.bulk[bulks:]:
             if bulk.read() != bulk.content:
                 bulk.restore()
+        for stream in self.streams[0 if base is None else len(base.streams) :]:
+            stream.restore()
         for tensor, _, facts in self.tensor_facts[facts_known:]:
             facts.restore(tensor)
         internals = self.internals[0 if base is None else len(base.internals) :]

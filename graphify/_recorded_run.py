@@ -22,6 +22,7 @@ from ._tree import Tree, tensors_of
 from ._trial import HostRandomness
 from ._undo import UndoLog
 from ._verdicts import (
+    blind_iterator,
     changed_container,
     keeps_random_state,
     other_flag,
@@ -55,6 +56,7 @@ class RecordedRun:
             # They run where the backward does, on a thread of its own.
             known.note([hook for _, hook in hooks])
             self.before = setting.surveys.of(self._roots, known)
+        self._refuse_blind(known, self.before)
         self._host = HostRandomness(device)
         self.inputs = StaticInputs(
             call.tensors,
@@ -158,11 +160,18 @@ class RecordedRun:
         self.executed.merge(self.watch.executed)
         self._check_checkpoints()
         self.after = self.setting.surveys.after(self._roots, self.executed)
+        self._refuse_blind(self.executed, self.after)
         self.hidden = [self._hidden(change) for change in self.before.changes(self.after)]
 
     def _check_host(self) -> None:
         for generator in self._host.drawn():
             raise random_draw(self.setting.name, generator)
+
+    def _refuse_blind(self, executed: Executed, survey: Survey) -> None:
+        """Before the run, which would take an item that nobody can give back."""
+        refused = blind_iterator(self.setting.name, executed, survey)
+        if refused is not None:
+            raise again(refused)
 
     def _check_checkpoints(self) -> None:
         """The state of a generator, kept for a recomputation, would be that of the capture for good."""

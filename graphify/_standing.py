@@ -156,6 +156,7 @@ class _Standing:
             and [*self._all_forms()] == self._forms
             and all(facts.nothing_to_restore(tensor) for tensor, facts in self._others)
             and all(bulk.read() == bulk.content for bulk in self.survey.bulk)
+            and not any(stream.drawn() for stream in self.survey.streams)
         )
 
     def _all_keys(self) -> Iterable[Any]:

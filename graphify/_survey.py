@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import operator
 import os
+import random
 import sys
 import threading
 import types
@@ -26,17 +26,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ._code import Executed, is_library, names_of
 from ._found import Found
-from ._places import Bulk, Place, entries, hyperparameters, is_plain, item_name, nothing
+from ._places import Bulk, Place, entries, hyperparameters, is_plain, item_name
 from ._raw import fields_of, is_a, items_of, member_of
+from ._streams import BLIND, FILES, ITERATORS, numpy_stream, random_stream, rewinding, used_up
 from ._unnamed import Unnamed
 
 __all__ = ["Survey"]
 
 _BULK = 64
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace, threading.local, types.FunctionType)
-_EMPTY: tuple[Any, ...] = ([], (), {}, set(), "", range(0))
 _CLOSED = (functools._lru_cache_wrapper, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
-_ITERATORS = tuple(type(iter(empty)) for empty in _EMPTY)
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PUT_BACK = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS)
@@ -236,7 +235,10 @@ class Survey(Found):
         self.bulk.append(Bulk(lambda: dict(value), content, restore, "os.environ"))
 
     def _walk_array(self, value: Any, name: str) -> None:
-        """A numpy array is read on the host: its bytes are a value."""
+        """A numpy array is read on the host: its bytes are a value; a random generator of numpy is a stream."""
+        stream = numpy_stream(value, name)
+        if stream is not None:
+            self.streams.append(stream)
         if hasattr(value, "tobytes") and value.dtype.kind != "O":
             content = value.copy()
             self.bulk.append(
@@ -244,11 +246,23 @@ class Survey(Found):
             )
 
     def _walk_iterator(self, value: Any, name: str) -> None:
-        """How far an iterator has come is a value; nothing can put it back."""
-        read = (
-            (lambda: repr(value)) if isinstance(value, itertools.count) else (lambda: length_hint(value, -1))
-        )
-        self.bulk.append(Bulk(read, read(), nothing, name))
+        """How far an iterator has come is a value."""
+        self.bulk.append(Bulk(lambda: length_hint(value, -1), length_hint(value, -1), rewinding(value), name))
+
+    def _walk_blind(self, value: Any, name: str) -> None:
+        self.blind.append((name, value))
+
+    def _walk_file(self, value: Any, name: str) -> None:
+        if used_up(value):
+            self.blind.append((name, value))
+
+    def _walk_stream(self, value: random.Random, name: str) -> None:
+        if is_a(value, random.SystemRandom):
+            self.blind.append((name, value))
+        else:
+            self.streams.append(random_stream(value, name))
+        if type(value).__module__ != "random":
+            self._walk_object(value, name)
 
     def _walk_generator(self, value: torch.Generator, name: str) -> None:
         self.generators.append(value)
@@ -347,7 +361,10 @@ _WALKS: list[tuple[Any, Walk]] = [
     (types.MappingProxyType, Survey._walk_proxy),
     (type(os.environ), Survey._walk_environment),
     (set, Survey._walk_whole),
-    ((itertools.count, *_ITERATORS), Survey._walk_iterator),
+    (ITERATORS, Survey._walk_iterator),
+    (BLIND, Survey._walk_blind),
+    (FILES, Survey._walk_file),
+    (random.Random, Survey._walk_stream),
     ((operator.attrgetter, operator.methodcaller, types.BuiltinFunctionType), Survey._walk_getter),
     (_CLOSED, Survey._walk_closed),
     (type, Survey._walk_class),

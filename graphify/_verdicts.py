@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from ._code import Executed, line_of
+from ._code import Executed, line_naming, line_of
 from ._ends import Wanted
 from ._layout import family_key
 from ._optimizers import refused_change
-from ._places import MISSING, Change
+from ._places import MISSING, Change, Place
 from ._results import TangledError
 from ._survey import Survey
 from ._watch import Watch
 from .errors import CaptureError, InputError
 
 __all__ = [
+    "blind_iterator",
     "changed_container",
     "device_refused",
     "given_history",
@@ -96,6 +97,8 @@ def is_only_written(change: Change, executed: Executed, survey: Survey) -> bool:
 
 def side_effect(name: str, change: Change, executed: Executed, survey: Survey) -> CaptureError | None:
     """What Python did to something that it holds, as `survey` met it; None where each call can do it again."""
+    if change.place.kind == "draw":
+        return random_draw(name, f"`{change.place.name}`")
     refused = refused_change(change, survey.optimizers)
     if refused is not None or is_only_written(change, executed, survey):
         return refused
@@ -104,6 +107,21 @@ def side_effect(name: str, change: Change, executed: Executed, survey: Survey) -
     if _is_written(change) and change.before is MISSING:
         what, fix = "makes", "make it before, as in `__init__` or by a first call of the plain function"
     return CaptureError(f"`{name}` {what} `{change.place.name}`", why=_ONCE, fix=fix)
+
+
+def blind_iterator(name: str, executed: Executed, survey: Survey) -> CaptureError | None:
+    """The first of those that the code names and that nobody could put back where a run advances them."""
+    named = executed.names()
+    for place, value in survey.blind:
+        if Place(None, None, "", place).variable in named:
+            kind = type(value).__name__.lstrip("_")
+            return CaptureError(
+                f"`{name}` takes items from `{place}` ({kind}), which nobody can put back",
+                where=line_naming(executed, Place(None, None, "", place).variable),
+                why=f"{_ONCE}, and the next item would be that of the capture for good",
+                fix="take the item outside (`next(...)`, `read()`), and pass it as an argument",
+            )
+    return None
 
 
 def _is_written(change: Change) -> bool:

@@ -52,7 +52,17 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
             "_mode",
         ),
         *("_nearness", "_padding", "_paths", "_pulled", "_raw", "_rules", "_shadows"),
-        *("_signature", "_specification", "_specs", "_stand_ins", "_tree", "_tree_code", "buckets", "stats"),
+        *(
+            "_signature",
+            "_specification",
+            "_specs",
+            "_stand_ins",
+            "_streams",
+            "_tree",
+            "_tree_code",
+            "buckets",
+            "stats",
+        ),
         "_touched",
     ),
     2: (
