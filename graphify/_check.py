@@ -32,6 +32,7 @@ from ._verdicts import (
     blind_iterator,
     given_history,
     host_reads,
+    hung_on,
     keeps_random_state,
     other_flag,
     other_form,
@@ -263,7 +264,7 @@ class _Check:
         for change in before.changes(after):
             refused = side_effect(self.name, change, self.executed, after)
             self._note([refused], line_naming(self.executed, change.place.variable))
-        self._note([blind_iterator(self.name, self.executed, before)])
+        self._note([blind_iterator(self.name, self.executed, before), hung_on(self.executed, self.named)])
         self._note([given_history(watch.renewed(()), before, self.named)])
 
     def _judge_arguments(self, forms: list[tuple[Any, bool]], before: Survey, watch: Watch) -> None:

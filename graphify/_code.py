@@ -138,6 +138,10 @@ class Executed:
         """Every name that the code may read or write, `getattr(self, "name")` included."""
         return frozenset().union(*(names_of(code).all for code, _ in self.codes.values()))
 
+    def user_names(self) -> frozenset[str]:
+        """Every name that the user's own code may read or write."""
+        return frozenset().union(*(names_of(code).all for code, _ in self.scopes()))
+
     def scopes(self) -> Iterator[tuple[CodeType, dict[str, Any]]]:
         """The user's code objects with their globals; torch's and the standard library's left out."""
         return ((c, g) for c, g in self.codes.values() if not is_library(c.co_filename))

@@ -24,6 +24,7 @@ from ._undo import UndoLog
 from ._verdicts import (
     blind_iterator,
     changed_container,
+    hung_on,
     keeps_random_state,
     other_flag,
     other_form,
@@ -56,7 +57,7 @@ class RecordedRun:
             # They run where the backward does, on a thread of its own.
             known.note([hook for _, hook in hooks])
             self.before = setting.surveys.of(self._roots, known)
-        self._refuse_blind(known, self.before)
+        self._refuse_early(known, self.before)
         self._host = HostRandomness(device)
         self.inputs = StaticInputs(
             call.tensors,
@@ -160,16 +161,17 @@ class RecordedRun:
         self.executed.merge(self.watch.executed)
         self._check_checkpoints()
         self.after = self.setting.surveys.after(self._roots, self.executed)
-        self._refuse_blind(self.executed, self.after)
+        self._refuse_early(self.executed, self.after)
         self.hidden = [self._hidden(change) for change in self.before.changes(self.after)]
 
     def _check_host(self) -> None:
         for generator in self._host.drawn():
             raise random_draw(self.setting.name, generator)
 
-    def _refuse_blind(self, executed: Executed, survey: Survey) -> None:
-        """Before the run, which would take an item that nobody can give back."""
-        refused = blind_iterator(self.setting.name, executed, survey)
+    def _refuse_early(self, executed: Executed, survey: Survey) -> None:
+        """Before the run, which would take an item that nobody can give back, or miss what hangs on an argument."""
+        named = zip(self.call.tree.tensor_paths, self.call.tensors, strict=True)
+        refused = blind_iterator(self.setting.name, executed, survey) or hung_on(executed, named)
         if refused is not None:
             raise again(refused)
 

@@ -58,8 +58,9 @@ BLIND: tuple[Any, ...] = (
     *(enumerate, filter, map, reversed, zip, GeneratorType, type(iter(int, 1))),
     *(type(iter(view)) for view in _VIEWS),
     *(type(reversed(view)) for view in _TURNED),
+    random.SystemRandom,
 )
-"""Those of which nobody can tell how far they have come, or that nobody can put back."""
+"""Those of which nobody can tell how far they have come, or that nobody can put back; randomness of the system, too."""
 
 FILES = (io.TextIOWrapper, io.BufferedReader, io.FileIO)
 GENERATORS = random.Random

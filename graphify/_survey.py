@@ -11,11 +11,10 @@ import sys
 import threading
 import types
 import weakref
-from collections import ChainMap, deque
+from collections import ChainMap, UserDict, UserList, UserString, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
-from operator import length_hint
 from typing import Any
 
 import torch
@@ -28,13 +27,17 @@ from ._code import Executed, is_library, names_of
 from ._found import Found
 from ._places import Bulk, Place, entries, hyperparameters, is_plain, item_name
 from ._raw import fields_of, is_a, items_of, member_of
-from ._streams import BLIND, FILES, ITERATORS, numpy_stream, random_stream, rewinding, used_up
+from ._streams import BLIND, FILES, numpy_stream, random_stream, used_up
 from ._unnamed import Unnamed
+from ._wholes import WHOLES, array_of, whole_of
 
 __all__ = ["Survey"]
 
 _BULK = 64
-_HOLDERS = (types.SimpleNamespace, argparse.Namespace, threading.local, types.FunctionType)
+_HOLDERS: tuple[Any, ...] = (types.SimpleNamespace, argparse.Namespace, threading.local, types.FunctionType)
+_HOLDERS += (threading.Event, threading.Semaphore, UserDict, UserList, UserString)
+_HOLDING = ("configparser", "queue")
+"""Parts of the standard library whose objects hold values for their users."""
 _CLOSED = (functools._lru_cache_wrapper, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -102,10 +105,12 @@ class Survey(Found):
         package, _, module = type(value).__module__.partition(".")
         if package == "graphify" and not module.startswith("testing"):
             self._walk_graphed(value, name)
-        elif package not in _SKIPPED_PACKAGES or is_a(value, _HOLDERS):
+        elif package not in _SKIPPED_PACKAGES or package in _HOLDING or is_a(value, _HOLDERS):
             self._walk_object(value, name)
         elif package == "numpy":
             self._walk_array(value, name)
+        elif package in sys.stdlib_module_names:
+            self._walk_standard(value, name)
 
     def _walk_graphed(self, value: Any, name: str) -> None:
         """A wrapper of ours stands for what it wraps."""
@@ -224,43 +229,39 @@ class Survey(Found):
         self.bulk.append(Bulk.of(value, name))
         self.hold(value)
 
-    def _walk_environment(self, value: Any, name: str) -> None:
-        content = dict(value)
-
-        def restore() -> None:
-            for key in [key for key in value if key not in content]:
-                del value[key]
-            value.update(content)
-
-        self.bulk.append(Bulk(lambda: dict(value), content, restore, "os.environ"))
+    def _walk_made(self, value: Any, name: str) -> None:
+        self.bulk.append(whole_of(value, name))
 
     def _walk_array(self, value: Any, name: str) -> None:
-        """A numpy array is read on the host: its bytes are a value; a random generator of numpy is a stream."""
-        stream = numpy_stream(value, name)
-        if stream is not None:
-            self.streams.append(stream)
-        if hasattr(value, "tobytes") and value.dtype.kind != "O":
-            content = value.copy()
-            self.bulk.append(
-                Bulk(value.tobytes, value.tobytes(), lambda: value.__setitem__(..., content), name)
+        stream, whole = numpy_stream(value, name), array_of(value, name)
+        self.streams += [stream] if stream is not None else []
+        self.bulk += [whole] if whole is not None else []
+
+    def _walk_standard(self, value: Any, name: str) -> None:
+        """An object of the standard library is its own affair, but for fields that the user's code names."""
+        state = fields_of(value) or {}
+        self.add_all(
+            Place(state, k, "field", f"{name}.{k}") for k in self.executed.user_names() & state.keys()
+        )
+
+    def meet(self, tensor: Tensor, name: str) -> None:
+        """A tensor is what it is over, and what hangs on it by names that the code uses."""
+        if id(tensor) in self.seen:
+            return
+        super().meet(tensor, name)
+        state = fields_of(tensor)
+        if state:
+            self.size(state, name, listed=False)
+            self.add_all(
+                Place(state, key, "field", f"{name}.{key}") for key in list(self._used(state, tensor))
             )
 
-    def _walk_iterator(self, value: Any, name: str) -> None:
-        """How far an iterator has come is a value."""
-        self.bulk.append(Bulk(lambda: length_hint(value, -1), length_hint(value, -1), rewinding(value), name))
-
     def _walk_blind(self, value: Any, name: str) -> None:
-        self.blind.append((name, value))
-
-    def _walk_file(self, value: Any, name: str) -> None:
-        if used_up(value):
+        if not is_a(value, FILES) or used_up(value):
             self.blind.append((name, value))
 
     def _walk_stream(self, value: random.Random, name: str) -> None:
-        if is_a(value, random.SystemRandom):
-            self.blind.append((name, value))
-        else:
-            self.streams.append(random_stream(value, name))
+        self.streams.append(random_stream(value, name))
         if type(value).__module__ != "random":
             self._walk_object(value, name)
 
@@ -359,11 +360,9 @@ _WALKS: list[tuple[Any, Walk]] = [
     (ContextVar, Survey._walk_variable),
     (ChainMap, Survey._walk_maps),
     (types.MappingProxyType, Survey._walk_proxy),
-    (type(os.environ), Survey._walk_environment),
+    (WHOLES, Survey._walk_made),
     (set, Survey._walk_whole),
-    (ITERATORS, Survey._walk_iterator),
-    (BLIND, Survey._walk_blind),
-    (FILES, Survey._walk_file),
+    ((*BLIND, *FILES), Survey._walk_blind),
     (random.Random, Survey._walk_stream),
     ((operator.attrgetter, operator.methodcaller, types.BuiltinFunctionType), Survey._walk_getter),
     (_CLOSED, Survey._walk_closed),

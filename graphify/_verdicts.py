@@ -14,6 +14,7 @@ from ._ends import Wanted
 from ._layout import family_key
 from ._optimizers import refused_change
 from ._places import MISSING, Change, Place
+from ._raw import fields_of
 from ._results import TangledError
 from ._survey import Survey
 from ._watch import Watch
@@ -26,6 +27,7 @@ __all__ = [
     "given_history",
     "has_memory",
     "host_reads",
+    "hung_on",
     "is_only_written",
     "keeps_random_state",
     "long_history",
@@ -107,6 +109,20 @@ def side_effect(name: str, change: Change, executed: Executed, survey: Survey) -
     if _is_written(change) and change.before is MISSING:
         what, fix = "makes", "make it before, as in `__init__` or by a first call of the plain function"
     return CaptureError(f"`{name}` {what} `{change.place.name}`", why=_ONCE, fix=fix)
+
+
+def hung_on(executed: Executed, named: Iterable[tuple[str, Tensor]]) -> CaptureError | None:
+    """An argument with an attribute of its own that the code names: a graph's copy of the tensor has none."""
+    for path, tensor in named:
+        found = sorted((fields_of(tensor) or {}).keys() & executed.user_names())
+        if found:
+            return CaptureError(
+                f"argument `{path}` carries an attribute `{found[0]}` of its own",
+                where=line_naming(executed, found[0]),
+                why="a graph reads its own copy of an argument, which has the numbers of the tensor and nothing else",
+                fix=f"pass `{path}.{found[0]}` as an argument of its own",
+            )
+    return None
 
 
 def blind_iterator(name: str, executed: Executed, survey: Survey) -> CaptureError | None:
