@@ -40,6 +40,7 @@ from ._verdicts import (
     random_draw,
     replaced_argument,
     second_backward,
+    seeded,
     shared_memory,
     side_effect,
     unknown_result,
@@ -258,8 +259,9 @@ class _Check:
         self._note([refused_code(watch.executed)], line_naming(self.executed, "step"))
 
     def _judge_python(self, before: Survey, host: HostRandomness, watch: Watch) -> None:
-        for generator in host.drawn():
-            self._note([random_draw(self.name, generator)], line_naming(self.executed, "random"))
+        drawn = [random_draw(self.name, generator) for generator in host.drawn()]
+        self._note([seeded(watch.executed)], line_naming(self.executed, "manual_seed"))
+        self._note(drawn, line_naming(self.executed, "random"))
         after = Survey(self.roots, self.executed)
         for change in before.changes(after):
             refused = side_effect(self.name, change, self.executed, after)

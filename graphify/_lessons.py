@@ -26,7 +26,7 @@ from ._repeats import Versions
 from ._survey import Survey
 from ._tree import tensors_of
 from ._trial import Snapshot, is_large
-from ._verdicts import given_history, host_reads, replaced_argument
+from ._verdicts import given_history, host_reads, replaced_argument, seeded
 from ._watch import Watch, watching
 from .errors import CaptureError, again
 
@@ -150,7 +150,11 @@ class Lessons:
     def offence(self, watch: Watch, stepped: Sequence[Optimizer]) -> CaptureError | None:
         """Why a run like this one can never be captured, the clearest reason first."""
         refused = (refusal_of(optimizer, watch.device) for optimizer in stepped)
-        found = refused_code(watch.executed) or next((e for e in refused if e is not None), None)
+        found = (
+            seeded(watch.executed)
+            or refused_code(watch.executed)
+            or next((e for e in refused if e is not None), None)
+        )
         return found or next(iter(host_reads(watch, self.executed)), None)
 
     def _learn_histories(self, entry: Entry, call: Call, renewed: Sequence[Tensor], survey: Survey) -> None:

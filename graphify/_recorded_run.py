@@ -29,6 +29,7 @@ from ._verdicts import (
     other_flag,
     other_form,
     random_draw,
+    seeded,
     side_effect,
 )
 from ._watch import Watch, unwatched, watching
@@ -167,6 +168,9 @@ class RecordedRun:
     def _check_host(self) -> None:
         for generator in self._host.drawn():
             raise random_draw(self.setting.name, generator)
+        refused = seeded(self.watch.executed)
+        if refused is not None:
+            raise again(refused)
 
     def _refuse_early(self, executed: Executed, survey: Survey) -> None:
         """Before the run, which would take an item that nobody can give back, or miss what hangs on an argument."""

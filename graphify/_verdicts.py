@@ -37,6 +37,7 @@ __all__ = [
     "random_draw",
     "replaced_argument",
     "second_backward",
+    "seeded",
     "shared_memory",
     "side_effect",
     "unknown_result",
@@ -47,6 +48,7 @@ _REENTRANT = CheckpointFunction.forward.__code__
 _STATE_READERS = frozenset({"get_rng_state", "get_device_states"})
 # Code that asks whether it is being captured may read on the host only where it is not: the capture decides.
 _ASKS = "is_current_stream_capturing"
+_SEEDERS = (torch.manual_seed.__code__, torch.seed.__code__)
 _ONCE = "Python runs when a graph is recorded; a replay repeats device work only"
 
 
@@ -76,6 +78,17 @@ def random_draw(name: str, generator: str) -> CaptureError:
         f"`{name}` draws from {generator}",
         why=_ONCE,
         fix="draw outside and pass the number as a tensor, or use torch's generator of the device",
+    )
+
+
+def seeded(executed: Executed) -> CaptureError | None:
+    """The function seeded torch's generators, which shows in no state where the seed is the one that was there."""
+    if not any(executed.ran(code) for code in _SEEDERS) or executed.everything:
+        return None
+    return CaptureError(
+        "`torch.manual_seed` is called inside",
+        why=_ONCE,
+        fix="seed before the call, or draw outside and pass the numbers as a tensor",
     )
 
 

@@ -509,6 +509,25 @@ def test_b57_host_randomness_is_refused_by_name(backend, device):
             equal(f(x), got)
 
 
+def test_b57_a_seed_inside_is_refused(backend, device):
+    """A function that seeds is not captured, also where the first run finds the generators seeded just so."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return x * 2
+
+    x = torch.ones(2, device=device)
+    with pytest.raises(CaptureError, match=r"`torch\.manual_seed` is called inside"):
+        graphify(f, backend=backend)(x)
+    soft = graphify(f, backend=backend, fallback="eager")
+    with pytest.warns(GraphifyWarning, match=r"`torch\.manual_seed` is called inside"):
+        for _ in range(5):
+            equal(f(x), soft(x))
+            drawn = torch.rand(3), torch.rand(3, device=device)
+            f(x)
+            equal((torch.rand(3), torch.rand(3, device=device)), drawn)
+
+
 def test_b60_autocast_weight_cache(backend, device):
     """Weights changed inside one autocast block are used by the next call in it; the cache setting stays."""
     pair = Pair(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), backend, device)
