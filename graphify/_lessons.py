@@ -59,10 +59,9 @@ class Lessons:
 
     def warm_up(self, entry: Entry, call: Call) -> Any:
         """Run for real, on the capture stream, and learn what a capture would meet."""
-        backend, before = self.setting.backend, None
+        backend, before, base = self.setting.backend, None, self.survey(call)
         if self.plain.fallback == "raise":
-            known = self.known_generators()
-            before = Snapshot(backend, entry.device_or_raise(), self.survey(call), known)
+            before = Snapshot(backend, entry.device_or_raise(), base, self.known_generators())
         watch = Watch(entry.device_or_raise(), undo=before.log if before is not None else None)
         # A run with autograd stays on the caller's stream: its nodes remember the stream for the backward.
         aside = not torch.is_grad_enabled()
@@ -70,7 +69,7 @@ class Lessons:
             result = self.setting.run(call.values)
         backend.hand_over(tensors_of(result))
         renewed = watch.renewed(call.tensors)
-        self.learn(entry, call, watch, result, found, renewed)
+        self.learn(entry, call, watch, result, found, renewed, base)
         if entry.refusal is not None and entry.refusal.error is not None:
             if before is None:
                 self.plain.say_refused(entry.refusal)
@@ -108,8 +107,12 @@ class Lessons:
         result: Any,
         stepped: Sequence[Optimizer],
         renewed: Sequence[Tensor],
+        before: Survey | None = None,
     ) -> None:
-        """Take note of what a run did, to whose histories, too; refuse the entry where no capture can hold it."""
+        """Take note of what a run did, to whose histories, too; refuse the entry where no capture can hold it.
+
+        `before` is what Python held before a run that stands.
+        """
         self.executed.merge(watch.executed)
         self.generators.update(watch.generators)
         entry.warmed += 1
@@ -117,8 +120,9 @@ class Lessons:
         self.caches = self.caches or bool(survey.closed)
         entry.large = large_writes(watch, survey, call)
         entry.numbers = numbers_of(survey.optimizers)
-        lifted = {place.id for place in self.numbers.lifted(entry.numbers)}
-        entry.trust(self.setting.surveys.guard(survey, outside=(), written=lifted, device=watch.device))
+        free = {place.id for place in self.numbers.lifted(entry.numbers)}
+        free |= self._only_written(before, survey) if before is not None else set()
+        entry.trust(self.setting.surveys.guard(survey, outside=(), written=free, device=watch.device))
         offence = self.offence(watch, stepped)
         if offence is not None:
             entry.refusal = Refusal("uncapturable", offence)
@@ -131,6 +135,11 @@ class Lessons:
                 self._learn_gradients(entry, call, watch)
             elif entry.refusal is None and not entry.whole and self.setting.backend.records_aside:
                 self._offer(entry, call, watch, survey)
+
+    def _only_written(self, before: Survey, after: Survey) -> set[tuple[int, Any]]:
+        """What a run changed and no code loads by name: its old content matters to no run, and a recording judges it."""
+        loads = self.executed.loads()
+        return {change.place.id for change in before.changes(after) if change.place.key not in loads}
 
     def _offer(self, entry: Entry, call: Call, watch: Watch, survey: Survey) -> None:
         """Let recordings repeat this warm-up."""

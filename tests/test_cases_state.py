@@ -729,3 +729,79 @@ def test_b73_parameters_made_anew_before_each_call(backend, device):
             pair.change(fresh)
             pair.check(2, 3, count=1)
             pair.check(2, 3, count=1)
+
+
+class LeavesItsSize(nn.Module):
+    """Sets an attribute that it never reads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.size = len(x)
+        return x * 2
+
+
+class SetsByName(nn.Module):
+    """The same by a string."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        setattr(self, "size", len(x))  # noqa: B010
+        return x * 2
+
+
+class TestWhatIsOnlyWritten:
+    """What a place held before is no part of a signature whose run writes it and never reads it."""
+
+    @pytest.mark.parametrize("fallback", ["raise", "eager"])
+    def test_kinds_that_alternate(self, backend: str, device: torch.device, fallback: str) -> None:
+        """Two sizes in turn are captured at their second calls, and each call leaves its own."""
+        net = graphify(LeavesItsSize(), fallback=fallback, backend=backend)
+
+        for n in (2, 3) * 6:
+            x = torch.randn(n, 2, device=device)
+            assert torch.equal(net(x), x * 2)
+            assert net.size == n
+        assert counts(net) == (2, 2, 8, 0, 0)
+
+    def test_what_is_reset_between(self, backend: str, device: torch.device) -> None:
+        """A value that is put back before each call keeps no call from its graph."""
+        net = graphify(LeavesItsSize(), backend=backend)
+
+        for _ in range(5):
+            net.size = None
+            net(torch.randn(2, 2, device=device))
+            assert net.size == 2
+        assert counts(net) == (1, 1, 3, 0, 0)
+
+    def test_what_no_recording_can_repeat(self, backend: str, device: torch.device) -> None:
+        """A recording is reached, and says what it refuses, where warm-ups went on for ever."""
+        net = graphify(SetsByName(), backend=backend)
+        for n in (2, 3):
+            net(torch.randn(n, 2, device=device))
+        with pytest.raises(CaptureError, match="size"):
+            net(torch.randn(2, 2, device=device))
+
+        aside = graphify(SetsByName(), fallback="eager", backend=backend)
+        with pytest.warns(GraphifyWarning, match="size"):
+            for n in (2, 3) * 6:
+                x = torch.randn(n, 2, device=device)
+                assert torch.equal(aside(x), x * 2)
+                assert aside.size == n
+        assert aside.stats().warmups == 2
+
+    def test_what_the_code_reads_again(self, backend: str, device: torch.device) -> None:
+        """A table that a run makes where there is none stays part of the signature: it may be taken away."""
+
+        class Lazy(nn.Module):
+            table: torch.Tensor | None = None
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if self.table is None:
+                    self.table = torch.full((2,), 3.0, device=x.device)
+                return x + self.table
+
+        net = graphify(Lazy(), backend=backend)
+        for again in (True, False, True, False, False, False):
+            if again:
+                net.table = None
+            x = torch.randn(2, 2, device=device)
+            assert torch.equal(net(x), x + 3)
+        assert net.stats().replays > 0
