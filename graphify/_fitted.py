@@ -122,6 +122,12 @@ def _copies(inputs: StaticInputs, lives: Sources, fit: Fit, theirs: set[int]) ->
     return [*copies, *((static, i) for static, i in inputs.copies if i not in dims)]
 
 
+def _is_in_place(given: Tensor, live: Tensor) -> bool:
+    """Whether a tensor is the very part of a static input that it would be copied to."""
+    steps = zip(given.shape, given.stride(), live.stride(), strict=True)
+    return given.data_ptr() == live.data_ptr() and all(n == 1 or a == b for n, a, b in steps)
+
+
 def _lives(fit: Fit, statics: Sources) -> list[Tensor]:
     """The live part of each static input; one tensor that stands for two arguments stays one."""
     lives: dict[int, Tensor] = {}
@@ -163,9 +169,10 @@ def _filler(
         if others is not None:
             others(sources)
         with torch.inference_mode() if inference else torch.no_grad():
-            for live, i in theirs:
-                if sources[i].data_ptr() != live.data_ptr():
-                    live.copy_(sources[i])
+            # Other parts of a lent buffer, which may be one for all: each is read before any is written.
+            moved = [(live, sources[i].clone()) for live, i in theirs if not _is_in_place(sources[i], live)]
+            for live, given in moved:
+                live.copy_(given)
             for tail, size, is_open in behind:
                 if is_open:
                     tail.spoil()

@@ -10,7 +10,7 @@ import gc
 import logging
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -459,3 +459,46 @@ def test_p24_each_bucket_is_recorded_at_its_own_size(backend: str, device: torch
     graphed.capture_buckets(torch.randn(8, 3, device=device), progress=False)
 
     assert seen == {2, 4, 8}
+
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the first rows": lambda rows: rows[:3],
+    "rows further on": lambda rows: rows[1:4],
+    "all": lambda rows: rows,
+    "every other row": lambda rows: rows[::2],
+    "one row many times": lambda rows: rows[:1].expand(3, 2),
+    "the other way round": lambda rows: rows[:2].t(),
+    "columns": lambda rows: rows[:, 1:].expand(4, 2),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_any_part_of_a_buffer_is_an_argument(backend: str, device: torch.device, part: str) -> None:
+    """A view of the graphs' own memory is taken for what it shows, wherever in it that lies and in whatever order."""
+    graphed = graphify(lambda x: x * 2, buckets=[4], backend=backend)
+    for n in (4, 4, 3, 3):
+        graphed(torch.randn(n, 2, device=device))
+    buffer, kept = graphed.buffer("x"), []
+
+    for _ in range(4):
+        buffer.copy_(torch.randn(4, 2, device=device))
+        given = PARTS[part](buffer)
+        expected = given.clone() * 2
+        kept.append((expected, graphed(given)))
+    for expected, found in kept:
+        assert torch.equal(expected, found)
+
+
+def test_buffers_that_are_exchanged(backend: str, device: torch.device) -> None:
+    """Parts of two buffers may be each other's arguments: each is read before any is written."""
+    graphed = graphify(lambda x, y: x - y * 2, buckets=[4], backend=backend)
+    for n in (4, 4, 3, 3):
+        graphed(torch.randn(n, 2, device=device), torch.randn(n, 2, device=device))
+    x, y = graphed.buffer("x"), graphed.buffer("y")
+
+    for _ in range(3):
+        for first, second in ((y[:3], x[:3]), (x[2:], x[:2]), (y[:2], y[2:])):
+            x.copy_(torch.randn(4, 2, device=device))
+            y.copy_(torch.randn(4, 2, device=device))
+            expected = first - second * 2
+            assert torch.equal(graphed(first, second), expected)
