@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "disjoint",
     "family_key",
     "first_byte",
     "flipped",
@@ -61,6 +62,27 @@ def overlaps_itself(tensor: Tensor) -> bool:
                 return tensor.numel() > 0
             reach += stride * (size - 1)
     return False
+
+
+def disjoint(left: Tensor, right: Tensor) -> bool:
+    """Whether two views of one storage share no byte; never wrong when it says yes."""
+    (low, high), (start, end) = span([left]), span([right])
+    if high <= start or end <= low:
+        return True
+    if not left.dim() or not right.dim():
+        return False
+    mine, theirs = _outermost(left), _outermost(right)
+    step = left.stride(mine) * left.element_size()
+    if step != right.stride(theirs) * right.element_size():
+        return False
+    # Rows that lie side by side within each step of the outermost dimension.
+    rows = left.select(mine, 0), right.select(theirs, 0)
+    begin, stop = span(rows)
+    return stop - begin <= step and disjoint(*rows)
+
+
+def _outermost(tensor: Tensor) -> int:
+    return max(range(tensor.dim()), key=tensor.stride)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
+from torch import Tensor
+
 from ._entry import Entry, Table
+from ._layout import disjoint
 from ._padding import Fit
 from .errors import InputError
 
@@ -27,12 +31,14 @@ class Sized(Entry):
         self.holds = lambda: bucket.graph is whole and holds()
 
 
-def parted(paths: Sequence[str], fit: Fit, groups: Any) -> InputError | None:
-    """Tensors that share memory would be padded apart; one tensor given twice is padded once."""
+def parted(paths: Sequence[str], fit: Fit, groups: Any, tensors: Sequence[Tensor]) -> InputError | None:
+    """Tensors that share elements would be padded apart; one tensor given twice is padded once."""
+    padded = fit.dims().keys()
     for group in groups or ():
-        places = [shared.place for shared in group]
-        if len({shared.first for shared in group}) > 1 and not fit.dims().keys().isdisjoint(places):
-            names = " and ".join(f"`{paths[place]}`" for place in places)
+        firsts = sorted({shared.first for shared in group})
+        pairs = [pair for pair in combinations(firsts, 2) if not padded.isdisjoint(pair)]
+        if not all(disjoint(tensors[a], tensors[b]) for a, b in pairs):
+            names = " and ".join(f"`{paths[shared.place]}`" for shared in group)
             return InputError(
                 f"{names} share memory, and padding would part them. Pass clones, or leave them out of `buckets`."
             )

@@ -119,7 +119,7 @@ class Sizes:
             entry.refusal = Refusal("above", advice=f"{axes.above(live)}: add a larger size to `buckets`")
         elif 0 in live:
             entry.refusal = Refusal("empty")
-        elif (shared := parted(table.tree.tensor_paths, entry.fit, key[3])) is not None:
+        elif (shared := parted(table.tree.tensor_paths, entry.fit, key[3], tensors)) is not None:
             entry.refusal = Refusal("input", shared)
         return entry
 

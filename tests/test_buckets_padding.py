@@ -573,6 +573,46 @@ def test_arguments_that_share_memory_are_refused_by_name(backend: str, device: t
         assert torch.equal(step(base[:3], base[3:]), base[:3] + base[3:])
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_arguments_side_by_side_in_one_memory(backend: str, device: torch.device, written: bool) -> None:
+    """Parts of one tensor that share no element are padded apart, also where they are written."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q.add_(k) if written else q + k) * v
+
+    graphed = graphify(step, backend=backend, **ROWS)
+    for n in (3, 3, 2, 4, 3, 1, 8, 3):
+        whole = torch.randn(n, 2, 12, device=device)
+        expected = whole.clone()
+        assert torch.equal(graphed(*whole.chunk(3, -1)), step(*expected.chunk(3, -1)))
+        assert torch.equal(whole, expected)
+    assert graphed.stats().replays > 0
+
+
+def test_parts_that_meet_somewhere(backend: str, device: torch.device) -> None:
+    """Columns, rows or steps that share one element are refused; those that share none are not."""
+    sizes = {"x": {0: BATCH}, "y": {0: BATCH}}
+    step = graphify(lambda x, y: x * 2 + y[:, :1], buckets=sizes, backend=backend)
+    base = torch.randn(8, 12, device=device)
+
+    for x, y in (
+        (base[:4, :4], base[:4, 3:6]),
+        (base[:4, :4], base[3:7, 2:4]),
+        (base[:4, ::2], base[:4, 2::2]),
+        (base[:3, :2], base.t()[:3, :2]),
+    ):
+        with pytest.raises(InputError, match="`x` and `y` share memory"):
+            step(x, y)
+    for x, y in (
+        (base[:3, :4], base[:3, 4:6]),
+        (base[1:4, 8:], base[2:5, :8]),
+        (base[:3, ::2], base[:3, 1::2]),
+        (base[:3], base[3:6]),
+    ):
+        for _ in range(3):
+            assert torch.equal(step(x, y), x * 2 + y[:, :1])
+
+
 def test_sizes_that_should_agree(backend: str, device: torch.device) -> None:
     """Arguments of one axis with two sizes are refused with both, under both spellings of the option."""
     x, y = torch.randn(3, 2, device=device), torch.randn(4, 2, device=device)
