@@ -11,7 +11,7 @@ from ._code import Executed
 from ._places import MISSING, is_plain, same
 from ._survey import Survey
 
-__all__ = ["IN_BACKWARD", "UNORDERED", "UNRECORDED", "Held"]
+__all__ = ["IN_BACKWARD", "PADDED", "UNORDERED", "UNRECORDED", "Held"]
 
 _KEEP = (
     "keep it in a tensor that the function reads, pass it as an argument, or name it plainly in the function"
@@ -27,6 +27,10 @@ UNORDERED = (
 UNRECORDED = (
     "some of the work is not in the recording: on another stream, or on memory (numpy, `data_ptr`, an extension)",
     "use torch operators on the current stream, or call that part outside the graphed function",
+)
+PADDED = (
+    f"padding changes it, as the data that it was proved with did not show; or {UNRECORDED[0]}",
+    f"mask the padded rows, or, where it is wrong without padding, too, {UNRECORDED[1]}",
 )
 
 

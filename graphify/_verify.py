@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._causes import IN_BACKWARD, UNORDERED, UNRECORDED, Held
+from ._causes import IN_BACKWARD, PADDED, UNORDERED, UNRECORDED, Held
 from ._code import Executed
 from ._gradients import gradients
 from ._graph import Call, Graph, Setting
@@ -248,7 +248,7 @@ class Verifier:
         graph.replays -= 1
         if difference(found, again, rounding=True, state=self.state) is not None:
             return UNORDERED
-        return UNRECORDED
+        return PADDED if self.cut else UNRECORDED
 
 
 def _read(result: Any) -> tuple[Tree | None, tuple[Any, ...], Sequence[Tensor]]:
