@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._constants import token_of
 from ._nearness import unlike
-from ._places import MISSING, is_plain, same
-from ._tree import Tree
+from ._places import MISSING, Change, is_plain, same
+from ._tree import Tree, tree_of
+from .errors import InputError
 
-__all__ = ["ARGUMENT", "GRADIENT", "Backward", "Left", "difference"]
+__all__ = [
+    "ARGUMENT",
+    "GRADIENT",
+    "Backward",
+    "Left",
+    "apart",
+    "difference",
+    "form_of",
+    "is_state",
+    "unlike_values",
+]
 
 ARGUMENT = "argument "
 GRADIENT = "the gradient of "
@@ -44,6 +56,57 @@ class Left(NamedTuple):
         passed = (grad for found in self.backward if found is not None for grad in found.values())
         others = (*self.python.values(), *self.grads.values(), *passed)
         yield from (t for t in others if isinstance(t, Tensor))
+
+
+class _Structure(NamedTuple):
+    """What holds the parts of a value."""
+
+    spec: Hashable
+
+
+def apart(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Named values with their containers taken apart: tensors, plain values and other objects, each by its name as code."""
+    found: dict[str, Any] = {}
+    for name, value in values:
+        try:
+            tree = tree_of((value,), [name])
+        except InputError:  # compared by identity
+            found[f"`{name}`"] = value
+            continue
+        leaves = tree.unpack((value,))
+        assert leaves is not None, "a value has the structure that was read off it"
+        found[f"`{name}`"] = _Structure(tree.spec)  # of a single leaf that leaf itself, which has its name
+        paths, parts = (*tree.tensor_paths, *tree.const_paths), (*leaves[0], *tree.consts((value,)))
+        found |= {f"`{path}`": part for path, part in zip(paths, parts, strict=True)}
+    return found
+
+
+def form_of(part: Any) -> Any:
+    """A tensor without memory in place of one; other parts as they are."""
+    if not isinstance(part, Tensor):
+        return part
+    return torch.empty(part.shape, dtype=part.dtype, device="meta")
+
+
+def is_state(change: Change, reads: Collection[str]) -> bool:
+    """Whether the code reads again what it left there; the key of a value in a dict may be any string of it."""
+    return change.place.key in reads and (change.place.kind != "item" or isinstance(change.after, Tensor))
+
+
+def unlike_values(expected: Any, found: Any) -> str | None:
+    """How one such part of a padded run is not that of a run at the exact size; of tensors the form alone counts."""
+    words = "{} padded, {} at its exact size"
+    if isinstance(expected, Tensor) and isinstance(found, Tensor):
+        alike = expected.shape == found.shape and expected.dtype == found.dtype
+        return None if alike else words.format(tuple(found.shape), tuple(expected.shape))
+    if isinstance(expected, _Structure) and isinstance(found, _Structure):
+        return None if expected == found else "another structure padded than at its exact size"
+    mine, theirs = token_of(expected), token_of(found)
+    if expected is found or (mine is not None and mine == theirs):
+        return None
+    if mine is None and type(expected) is type(found):
+        return f"another {type(found).__name__} in each run, whose content cannot be compared"
+    return words.format(_shown(found), _shown(expected))
 
 
 def difference(expected: Left, found: Left, *, rounding: bool, state: bool) -> str | None:

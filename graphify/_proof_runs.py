@@ -15,6 +15,7 @@ from ._exacts import Exacts
 from ._gradients import gradients
 from ._graph import Call
 from ._layout import family_key
+from ._left import apart, form_of, is_state
 from ._lessons import Lessons
 from ._marks import Extra, Mark, Marks
 from ._material import copied, from_batch, memory_of, stirred, weights, written
@@ -54,6 +55,8 @@ class Run(NamedTuple):
     """Attributes and gradients that it bound."""
     arguments: list[Tensor]
     grads: dict[str, Tensor]
+    left: dict[str, Any]
+    """What it left in places of Python, containers taken apart: values, and of tensors the form."""
     marks: Marked
     """What it wrote of memory that a stirred start could make illegal, and of arguments."""
     watch: Watch
@@ -245,7 +248,9 @@ class Runs:
         assert found is not None, "a value has the structure that was read off it"
         names = {family_key(t): f"`{place.name}`" for place, t in survey.tensors()}
         live = cut(list(found[0]), names.keys() | watch.outside.keys(), call.tensors)
-        memory, python = (written(watch, names), self._rebound(survey, call, watch.touched)) if self.state else ({}, {})
+        left = self._left(survey, call, watch)
+        python = self._bound(left, survey, watch.touched)
+        memory = written(watch, names) if self.state else {}
         grads = {} if watch.backward else self._gradients(live, watch.outside, call, names)
         arguments = [
             torch.empty(0) if id(t) in self._lent else self.fit.lives(i, t.detach()).clone()
@@ -253,7 +258,8 @@ class Runs:
         ]
         results = [t.detach().clone() for t in live]
         marked = self._named(marks, names, call)
-        return Run(tree, found[1], results, memory, python, arguments, grads, marked, watch)
+        forms = {name: form_of(part) for name, part in left.items()}
+        return Run(tree, found[1], results, memory, python, arguments, grads, forms, marked, watch)
 
     def _named(self, marks: Marks, names: dict[int, str], call: Call) -> Marked:
         paths = {family_key(t): path for path, t in zip(call.tree.tensor_paths, call.tensors, strict=True)}
@@ -261,20 +267,29 @@ class Runs:
         # Of an argument each run has a copy of its own.
         return {paths.get(key, key): mark for key, mark in marks.found(named).items()}
 
-    def _rebound(self, survey: Survey, call: Call, touched: Touched) -> dict[str, Tensor]:
-        """The tensors that the run left in Python's hands: attributes, and gradients of parameters."""
+    def _left(self, survey: Survey, call: Call, watch: Watch) -> dict[str, Any]:
+        """What the run left in places of Python, none of it memory that a bucket has for arguments.
+
+        Where the function's own state is not compared, what it reads again is left out, as a workspace that grows.
+        """
+        own = frozenset() if self.state else self.lessons.executed.reads() | watch.executed.reads()
         changes = survey.changes(self.lessons.survey(call, after=True))
-        dims = self.fit.dims()
-        mine = {family_key(t): call.tree.tensor_paths[i] for i, t in enumerate(call.tensors) if i in dims}
-        for change in changes if self.state else ():
-            path = mine.get(family_key(change.after)) if isinstance(change.after, Tensor) else None
+        left = apart((change.place.name, change.after) for change in changes if not is_state(change, own))
+        paths = call.tree.tensor_paths
+        mine = {family_key(call.tensors[leaf]): paths[leaf] for leaf in self.fit.dims()}
+        for name, part in left.items():
+            path = mine.get(family_key(part)) if isinstance(part, Tensor) else None
             if path is not None:
-                raise self.error(f"`{change.place.name}` is left as memory of `{path}`", _COPY, _CLONE)
-        left = {f"`{c.place.name}`": c.after for c in changes if isinstance(c.after, Tensor)}
-        for place, leaf in survey.tensors():
+                raise self.error(f"{name} is left as memory of `{path}`", _COPY, _CLONE)
+        return left
+
+    def _bound(self, left: dict[str, Any], survey: Survey, touched: Touched) -> dict[str, Tensor]:
+        """The tensors among it, and gradients of parameters where memory is compared."""
+        found = {name: part for name, part in left.items() if isinstance(part, Tensor)}
+        for place, leaf in survey.tensors() if self.state else ():
             if leaf.is_leaf and leaf.requires_grad and touched.has_to_do_with(leaf, None):
-                left |= {} if leaf.grad is None else {f"`{place.name}.grad`": leaf.grad}
-        return {name: tensor.detach().clone() for name, tensor in left.items()}
+                found |= {} if leaf.grad is None else {f"`{place.name}.grad`": leaf.grad}
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
 
     def _gradients(
         self, live: Sequence[Tensor], outside: dict[int, Tensor], call: Call, names: dict[int, str]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ._exacts import Exacts
 from ._graph import Call
+from ._left import unlike_values
 from ._lessons import Lessons, large_writes
 from ._marks import Extra
 from ._material import stirred
@@ -71,7 +72,7 @@ def prove(
 def _proved(runs: Runs, check: bool | str) -> Proof:
     exact, padded = runs.exact(), runs.padded()
     why = _uncompared(exact, check)
-    _check_rows_left(runs, exact, padded)
+    _check_form(runs, exact, padded)
     if not why:
         _compare(runs, exact, padded, rounding=True)
         _check_writes(runs, exact, padded)
@@ -95,13 +96,16 @@ def _say_trusted(runs: Runs) -> None:
     runs.lessons.plain.say("untried", trusted(names))
 
 
-def _check_rows_left(runs: Runs, exact: Run, padded: Run) -> None:
-    """Raise where an attribute would have the rows of a bucket, also where nothing else can be compared."""
-    for name in exact.python.keys() & padded.python.keys() if runs.state else ():
-        here, there = tuple(padded.python[name].shape), tuple(exact.python[name].shape)
-        if here != there:
-            what = f"{name} depends on the padding: {here} padded, {there} at its exact size"
-            raise runs.error(what, SIZE)
+def _check_form(runs: Runs, exact: Run, padded: Run) -> None:
+    """Raise where values of the result or of attributes would be a bucket's, also where no numbers are compared."""
+    if exact.tree != padded.tree or exact.tokens != padded.tokens:
+        raise runs.error("returns other values, not tensors, when padded", SIZE)
+    for name in {**exact.left, **padded.left}:
+        if name not in exact.left or name not in padded.left:
+            raise runs.error(f"{name} is written in one run only", SIZE)
+        what = unlike_values(exact.left[name], padded.left[name])
+        if what is not None:
+            raise runs.error(f"{name} depends on the padding: {what}", SIZE)
 
 
 def _check_writes(runs: Runs, exact: Run, padded: Run) -> None:
@@ -139,19 +143,12 @@ def _check_marks(runs: Runs, exact: Marked, padded: Marked) -> None:
 
 def _compare(runs: Runs, expected: Run, found: Run, *, rounding: bool) -> None:
     """Raise for the first thing that differs between two runs."""
-    if expected.tree != found.tree or expected.tokens != found.tokens:
-        raise runs.error("returns other values, not tensors, when padded", SIZE)
+    _check_form(runs, expected, found)
     paths = [f"`{path}`" for path in expected.tree.tensor_paths]
-    arguments = [f"argument `{path}`" for path in runs.call.tree.tensor_paths]
-    for names, left, right in (
-        (paths, expected.results, found.results),
-        (arguments, expected.arguments, found.arguments),
-    ):
-        _compare_all(
-            runs, dict(zip(names, left, strict=True)), dict(zip(names, right, strict=True)), rounding
-        )
-    if runs.state:
-        _compare_all(runs, expected.state, found.state, rounding)
+    mine, theirs = (dict(zip(paths, run.results, strict=True)) for run in (expected, found))
+    _compare_all(runs, mine, theirs, rounding)
+    _compare_all(runs, _arguments(runs, expected), _arguments(runs, found), rounding)
+    _compare_all(runs, expected.state, found.state, rounding)
     _compare_all(runs, expected.grads, found.grads, rounding)
 
 

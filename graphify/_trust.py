@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ._cuts import Learner
 from ._padding import Fit
@@ -26,6 +26,8 @@ class Lived:
         self.full: set[tuple[int, ...]] = set()
         """Sizes that calls were padded to."""
 
+        self.left: dict[tuple[int, ...], list[Any]] = {}
+        """Places of Python that these changed, each with what was there then."""
 
 class Proof(NamedTuple):
     """What the runs of one bucket taught."""

@@ -14,8 +14,10 @@ from ._fitted import through_padding
 from ._forms import plain_layout
 from ._graph import Call
 from ._layout import family_key
+from ._left import apart, form_of, is_state, unlike_values
 from ._life import Life
 from ._padding import Fit
+from ._places import MISSING, Change, Place
 from ._survey import Survey
 from ._tree import tree_of
 from ._trust import Proof, padding_error
@@ -25,6 +27,7 @@ from .errors import PaddingError
 __all__ = ["at_exact_size", "foresees", "padded"]
 
 _SIZE = "no trial could show it, and a size that is used as a number is the bucket's"
+_WRITTEN = ("item", "field", "cell", "attr", "class", "variable")
 _FIX = "take this dimension out of `buckets`, or return what has the size of the arguments"
 
 
@@ -38,11 +41,13 @@ def foresees(proof: Proof, fit: Fit, call: Call) -> bool:
 def at_exact_size(life: Life, bucket: Entry, fit: Fit, call: Call) -> Any:
     """Make a call eagerly, and learn from it what a trial at the exact size would have shown."""
     proof: Proof = bucket.proof
+    before = _survey(life, call)
     if proof.tree is None:
         result, touched, is_outside = _watched(life, bucket, call)
     else:
         cuts, touched = proof.cuts, proof.touched
         result, is_outside = life.plain.run("cut", call), lambda i, _: cuts[i].is_outside()
+    changes = before.changes(_survey(life, call))
     roots = (result,)
     tree = tree_of(roots, ["output"])
     found = tree.unpack(roots)
@@ -54,6 +59,7 @@ def at_exact_size(life: Life, bucket: Entry, fit: Fit, call: Call) -> Any:
     teach(proof.cuts, fit.live, found[0], call.tensors, is_outside)
     assert proof.lived is not None, "this is for buckets without trials"
     proof.lived.consts[fit.live] = tree.consts(roots)
+    proof.lived.left[fit.live] = [(place, _parts(place, after)) for place, _, after in changes]
     bucket.proof = proof
     return result
 
@@ -100,7 +106,40 @@ def padded(life: Life, bucket: Entry, fit: Fit, fills: Sequence[Any], call: Call
             raise _refused(life, bucket, fit, "returns tensors of other sizes when padded")
         return ways
 
-    return _own_values(life, bucket, fit, through_padding(run, fit, find, fills, call))
+    before = _survey(life, call)
+    result = _own_values(life, bucket, fit, through_padding(run, fit, find, fills, call))
+    what = _left_otherwise(life, bucket, fit, before.changes(_survey(life, call)))
+    if what is not None:
+        raise _refused(life, bucket, fit, what)
+    return result
+
+
+def _left_otherwise(life: Life, bucket: Entry, fit: Fit, changes: Sequence[Change]) -> str | None:
+    """What a padded call left in Python that was otherwise after one of this size."""
+    lived, reads = bucket.proof.lived, life.lessons.executed.reads()
+    known = lived.left[fit.live]
+    places = {place.id: place for place in (*(place for place, _ in known), *(c.place for c in changes))}
+    expected = {place.id: parts for place, parts in known}
+    for key, place in places.items():
+        now = place.read() if place.kind in _WRITTEN else MISSING
+        if place.kind not in _WRITTEN or is_state(Change(place, None, now), reads):
+            continue
+        mine, theirs = expected.get(key, {}), _parts(place, now)
+        for name in {**mine, **theirs}:
+            what = unlike_values(mine.get(name, MISSING), theirs.get(name, MISSING))
+            if what is not None:
+                return f"{name} depends on the padding: {what}"
+    return None
+
+
+def _parts(place: Place, value: Any) -> dict[str, Any]:
+    return {name: form_of(part) for name, part in apart([(place.name, value)]).items()}
+
+
+def _survey(life: Life, call: Call) -> Survey:
+    """All places that the function may change, as they are now."""
+    known = life.lessons.executed if life.lessons.executed.codes else Executed(everything=True)
+    return Survey([*life.setting.roots(call), ("arguments", list(call.values))], known)
 
 
 def _shown(
