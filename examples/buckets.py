@@ -100,7 +100,9 @@ def serve() -> None:
         logits: Tensor = model(tokens, positions, slots, tables, lengths)
         return logits
 
-    example = [torch.tensor(part, device=device) for part in ([0], [0], [SCRATCH], [[0] * PAGES], [1])]
+    # The third token of a sequence that has pages 1, 2, ...: real data, which padding must not change.
+    row = Sequence(list(range(1, 1 + PAGES))).tokens[-1], 2, PAGE + 2, list(range(1, 1 + PAGES)), 3
+    example = [torch.tensor([part], device=device) for part in row]
     print(f"all graphs will take about {decode.estimate(*example) / 2**20:.1f} MiB")
     print(decode.capture_buckets(*example))
     decode.seal()  # from here on nothing is captured: no request ever waits for one
@@ -146,7 +148,7 @@ def encode() -> None:
     # The mask is what tells padding from tokens, so its own padding must be False and nothing else.
     graphed = graphify(encoded, buckets={"tokens": both, "mask": both}, pad={"mask": False}, backend=backend)
     example = (
-        torch.zeros(1, 5, dtype=torch.long, device=device),
+        torch.randint(1, VOCABULARY, (1, 5), device=device),
         torch.ones(1, 5, dtype=torch.bool, device=device),
     )
     print(graphed.capture_buckets(*example))

@@ -30,6 +30,7 @@ from .stats import BucketRecord, CapturedBuckets
 
 __all__ = ["capture_all", "capture_one", "estimated", "largest_two", "may_capture", "static_input"]
 
+_ALIKE = "not all rows of the example differ from their padding: the first call where they do proves it"
 _LEAST = 2**20
 """What a graph takes of a device even where the pool does not grow, in bytes."""
 
@@ -149,7 +150,7 @@ def capture_all(
 def _unproved(bucket: Entry) -> str:
     """Why the padding of a bucket was not compared with eager; empty when it was."""
     if bucket.proof is not None:
-        return str(bucket.proof.said)
+        return str(bucket.proof.said) or (_ALIKE if bucket.proof.untold else "")
     if bucket.large:
         return UNTRIED
     return "the example fills it: the first call that is padded proves it"

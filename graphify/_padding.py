@@ -110,6 +110,15 @@ class Fit(NamedTuple):
                 made[id(tensors[leaf])] = _blank(tensors[leaf], shapes[leaf], fills[leaf], none)
         return tuple(made[id(t)] if leaf in dims else t for leaf, t in enumerate(tensors))
 
+    def padded_dims(self) -> frozenset[tuple[int, int]]:
+        """Each leaf and dimension of it that has padding."""
+        padded = [axis for axis, live in enumerate(self.live) if live < self.full[axis]]
+        return frozenset(place for axis in padded for place in self.axes.places[axis])
+
+    def told(self, padded: Sequence[Tensor]) -> frozenset[tuple[int, int]]:
+        """Of these, where not all rows and their padding hold the same, so that a function can show which it uses."""
+        return frozenset((leaf, dim) for leaf, dim in self.padded_dims() if _varies(padded[leaf], dim))
+
     def lives(self, leaf: int, tensor: Tensor) -> Tensor:
         """The live part of a leaf of the bucket's shape."""
         for dim, axis in self.dims().get(leaf, ()):
@@ -120,6 +129,13 @@ class Fit(NamedTuple):
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a bucket's own tensor would have the same form."""
     return type(tensor) is Tensor and is_dense(tensor) and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _varies(tensor: Tensor, dim: int) -> bool:
+    """Whether the slices along a dimension differ; nothing can be said of none."""
+    tensor = tensor.detach()
+    wide = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    return not wide.numel() or bool((wide != wide.narrow(dim, 0, 1)).any())
 
 
 def _padded(tensor: Tensor, shape: Sequence[int], fill: Any) -> Tensor:

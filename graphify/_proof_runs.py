@@ -96,6 +96,8 @@ class Runs:
         }
         """Arguments by reference of which no copy is made, as of any memory of their size."""
         self._exact: list[Tensor] = []
+        self.told: frozenset[tuple[int, int]] = frozenset()
+        """Where the padded run could show what padding changes."""
 
     def exact(self) -> Run:
         """The run that eager makes."""
@@ -126,6 +128,7 @@ class Runs:
         fills = [from_batch if other and not chosen else fill for fill, chosen in self.fills]
         detached = {id(t): t if id(t) in self._lent else t.detach() for t in self.call.tensors}
         padded = self.fit.padded([detached[id(t)] for t in self.call.tensors], fills)
+        self.told |= self.fit.told(padded)
         tensors = self._copies(padded)
         return self._run(tensors, self._cut, stir, extra)
 

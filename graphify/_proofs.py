@@ -80,7 +80,9 @@ def _proved(runs: Runs, check: bool | str) -> Proof:
             _compare(runs, padded, runs.padded(other=True), rounding=False)
     outside = exact.watch.outside.keys()
     touched = frozenset(outside) if exact.watch.written & outside else frozenset()
-    return Proof(exact.tree, tuple(runs.cuts), touched, why)
+    places = (place for places in runs.fit.axes.places for place in places)
+    untold = frozenset() if why else frozenset(places) - runs.told
+    return Proof(exact.tree, tuple(runs.cuts), touched, why, untold=untold)
 
 
 def _uncompared(exact: Run, check: bool | str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._alike import tells
 from ._axes import Axes
 from ._cuts import Learner, Way, teach
 from ._entry import Entry, Refusal, Table
@@ -234,17 +235,18 @@ class Sizes:
     def _through(self, entry: Sized, bucket: Entry, ways: Sequence[Way] | None, call: Call) -> Any:
         graph = bucket.graph
         if graph is not None:
-            self._fit(entry, bucket, ways)
-            assert entry.graph is not None
-            return entry.graph(call.tensors, call.values)
+            made = self._fit(entry, bucket, ways)
+            if bucket.proof is None or not bucket.proof.hides(entry.fit):
+                entry.follow(bucket, made)
+            return made(call.tensors, call.values)
 
         def run(tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Any:
             return self.life.advance(bucket, Call(call.tree, values, tensors))
 
         return through_padding(run, entry.fit, ways, entry.fills, call)
 
-    def _fit(self, entry: Sized, bucket: Entry, ways: Sequence[Way] | None) -> None:
-        """Give calls of this size the bucket's graph."""
+    def _fit(self, entry: Sized, bucket: Entry, ways: Sequence[Way] | None) -> Any:
+        """The bucket's graph for calls of this size."""
         whole = bucket.graph
         made: Any
         if isinstance(whole, Graph) and whole.outcome is not None:
@@ -255,7 +257,7 @@ class Sizes:
                 self.life.recorder.verify_size(whole, made, cut=not entry.fit.is_full)
         else:
             made = Padded(whole, entry.fit, ways, entry.fills, entry.tree)
-        entry.follow(bucket, made)
+        return made
 
     # -- proving
 
@@ -263,7 +265,8 @@ class Sizes:
         """Prove at the first call with padding that it changes nothing."""
         proof: Proof | None = bucket.proof
         known = proof is not None and (proof.lived is not None or proof.is_clear(entry.fit))
-        if entry.fit.is_as_is(call.tensors) or known:
+        say, fills = self.life.plain.say, entry.fills
+        if entry.fit.is_as_is(call.tensors) or (known and not tells(say, bucket, entry.fit, fills, call)):
             return
         if bucket.large:
             if self.life.options.check_padding is True:
@@ -290,6 +293,8 @@ class Sizes:
             bucket.refusal = Refusal("uncapturable", alone(error))
         else:
             self._share(entry, bucket)
+            if proof is not None:
+                bucket.proof = bucket.proof._replace(untold=bucket.proof.untold & proof.untold)
 
     def _give_up(self, entry: Sized, call: Call, error: PaddingError) -> Refusal:
         """Nobody asked for padding: where it would change results, sizes stay exact."""

@@ -10,7 +10,10 @@ from ._padding import Fit
 from ._tree import Tree
 from .errors import PaddingError
 
-__all__ = ["UNTRIED", "Lived", "Proof", "padding_error", "remedy", "trusted", "untried"]
+__all__ = ["UNTRIED", "Lived", "Padded", "Proof", "listed", "padding_error", "remedy", "trusted", "untried"]
+
+Padded: TypeAlias = tuple[int, int]
+"""A dimension of a leaf."""
 
 UNTRIED = "it writes tensors above 256 MiB, of which no trial makes a copy"
 _FIX = "mask the padded rows, give `pad=` a value that they ignore, or take this dimension out of `buckets`"
@@ -23,11 +26,11 @@ class Lived:
     def __init__(self) -> None:
         self.consts: dict[tuple[int, ...], tuple[object, ...]] = {}
         """Of calls that ran at their exact size."""
+        self.left: dict[tuple[int, ...], list[Any]] = {}
+        """Places of Python that these changed, each with what was there then."""
         self.full: set[tuple[int, ...]] = set()
         """Sizes that calls were padded to."""
 
-        self.left: dict[tuple[int, ...], list[Any]] = {}
-        """Places of Python that these changed, each with what was there then."""
 
 class Proof(NamedTuple):
     """What the runs of one bucket taught."""
@@ -42,6 +45,14 @@ class Proof(NamedTuple):
     """Why something was not compared; empty when all was."""
     lived: Lived | None = None
     """What calls themselves showed, where no trial may run."""
+    untold: frozenset[Padded] = frozenset()
+    """Where no run told padding from rows, since none was there or all held the same."""
+    alike: int = 0
+    """How many calls since then told nothing of it."""
+
+    def hides(self, fit: Fit) -> frozenset[Padded]:
+        """Where calls of this size are padded, and no run has told padding from rows."""
+        return self.untold & fit.padded_dims()
 
     def is_clear(self, fit: Fit) -> bool:
         """Whether the runs so far tell which part of each result is live in calls of this size."""
@@ -60,13 +71,13 @@ def untried() -> Proof:
 def trusted(names: Sequence[str]) -> str:
     """What is said once of a function whose padding nothing proves, and how to prove it all the same."""
     return (
-        f"writes {_listed(names)}, above 256 MiB, of which no trial makes a copy: that padding changes nothing is trusted,"
+        f"writes {listed(names)}, above 256 MiB, of which no trial makes a copy: that padding changes nothing is trusted,"
         " not proved. Prove it once with a smaller one, or compare a padded call with eager; check_padding=False says"
         " that you have"
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """A few names, and whether there are more."""
     return ", ".join(names[:_MANY]) + (", ..." if names[_MANY:] else "")
 
@@ -85,4 +96,4 @@ def remedy(unnamed: Sequence[str]) -> str:
     if not unnamed:
         return _FIX
     names = [f"`{path}`" for path in unnamed]
-    return f"{_FIX}; if it tells what is padding, give it `pad=`: {_listed(names)}"
+    return f"{_FIX}; if it tells what is padding, give it `pad=`: {listed(names)}"

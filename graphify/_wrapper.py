@@ -81,7 +81,7 @@ class Runner(CallPath):
             progress: Show a progress bar, where tqdm is installed.
 
         The runs hold nothing but padding. Where the example is smaller than a bucket, its rows prove that padding
-        changes nothing; other buckets are proved at their first call with padding.
+        changes nothing, if they hold real data; other buckets are proved at their first call with padding.
 
         Raises:
             CaptureError, InputError, PaddingError: a bucket cannot be captured.

@@ -112,6 +112,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     5: (
         *("_ahead", "_entries", "_exacts", "_habits", "_lessons", "_life", "_numbers", "_plain", "_proofs"),
         *("_gradients", "_proof_runs", "_recorder", "_rehearsal", "_sized", "_sizes", "_untried", "_verify"),
+        "_alike",
     ),
     6: ("_call_path", "_check", "_compiled", "_controls", "_decorate", "_method", "_module", "_wrapper"),
     7: (
@@ -194,7 +195,7 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_exacts": ("_lessons",),
     "_proof_runs": ("_exacts", "_gradients", "_lessons"),
     "_proofs": ("_exacts", "_lessons", "_proof_runs"),
-    "_sizes": ("_exacts", "_life", "_proofs", "_rehearsal", "_sized", "_untried"),
+    "_sizes": ("_alike", "_exacts", "_life", "_proofs", "_rehearsal", "_sized", "_untried"),
     "_untried": ("_life",),
     "_verify": ("_gradients",),
     "_check": ("_method", "_module"),
