@@ -154,6 +154,13 @@ def _compare(runs: Runs, expected: Run, found: Run, *, rounding: bool) -> None:
     _compare_all(runs, expected.grads, found.grads, rounding)
 
 
+def _arguments(runs: Runs, run: Run) -> dict[str, Tensor]:
+    """What a run left in its arguments, by name; one that is not padded is state, such as a cache."""
+    shown = runs.fit.dims()
+    named = enumerate(zip(runs.call.tree.tensor_paths, run.arguments, strict=True))
+    return {f"argument `{path}`": left for leaf, (path, left) in named if runs.state or leaf in shown}
+
+
 def _compare_all(runs: Runs, expected: dict[str, Tensor], found: dict[str, Tensor], rounding: bool) -> None:
     for name in {**expected, **found}:
         if name not in expected or name not in found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -241,8 +241,12 @@ class Recorder:
             )
             verifier.begin(graph)
 
-    def verify_size(self, whole: Graph, made: Graph, *, cut: bool) -> None:
-        """Verify a bucket's graph in calls of one size; `cut`: it is not the bucket's own size."""
+    def verify_size(self, whole: Graph, made: Graph, *, cut: bool, padded: Collection[int]) -> None:
+        """Verify a bucket's graph in calls of one size; `cut`: it is not the bucket's own size.
+
+        `padded` has the arguments whose sizes are bucketed.
+        """
         checked = self.options.check_padding
         if isinstance(whole, Verified) and (checked or not cut):
-            whole.verifier.at_size(cut=cut, state=checked is True or not cut).begin(made)
+            state = checked is True or not cut
+            whole.verifier.at_size(cut=cut, state=state, padded=padded).begin(made)

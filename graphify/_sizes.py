@@ -247,16 +247,14 @@ class Sizes:
 
     def _fit(self, entry: Sized, bucket: Entry, ways: Sequence[Way] | None) -> Any:
         """The bucket's graph for calls of this size."""
-        whole = bucket.graph
-        made: Any
-        if isinstance(whole, Graph) and whole.outcome is not None:
-            made = whole.fits.get(entry.key)
-            if made is None:
-                made = fitted(whole, self.life.setting, entry.fit, ways, entry.fills, entry.tree)
-                whole.fits[entry.key] = made
-                self.life.recorder.verify_size(whole, made, cut=not entry.fit.is_full)
-        else:
-            made = Padded(whole, entry.fit, ways, entry.fills, entry.tree)
+        whole, fit = bucket.graph, entry.fit
+        if not isinstance(whole, Graph) or whole.outcome is None:
+            return Padded(whole, fit, ways, entry.fills, entry.tree)
+        made = whole.fits.get(entry.key)
+        if made is None:
+            made = fitted(whole, self.life.setting, fit, ways, entry.fills, entry.tree)
+            whole.fits[entry.key] = made
+            self.life.recorder.verify_size(whole, made, cut=not fit.is_full, padded=fit.dims())
         return made
 
     # -- proving
@@ -264,9 +262,9 @@ class Sizes:
     def _learn(self, entry: Sized, bucket: Entry, call: Call) -> None:
         """Prove at the first call with padding that it changes nothing."""
         proof: Proof | None = bucket.proof
-        known = proof is not None and (proof.lived is not None or proof.is_clear(entry.fit))
-        say, fills = self.life.plain.say, entry.fills
-        if entry.fit.is_as_is(call.tensors) or (known and not tells(say, bucket, entry.fit, fills, call)):
+        fit, say = entry.fit, self.life.plain.say
+        known = proof is not None and (proof.lived is not None or proof.is_clear(fit))
+        if fit.is_as_is(call.tensors) or (known and not tells(say, bucket, fit, entry.fills, call)):
             return
         if bucket.large:
             if self.life.options.check_padding is True:
@@ -278,7 +276,7 @@ class Sizes:
                 self.life.lessons,
                 bucket.device_or_raise(),
                 call,
-                entry.fit,
+                fit,
                 entry.choices,
                 check=self.life.options.check_padding,
                 static=self.life.options.static_args,
@@ -292,9 +290,9 @@ class Sizes:
         except CaptureError as error:
             bucket.refusal = Refusal("uncapturable", alone(error))
         else:
-            self._share(entry, bucket)
             if proof is not None:
                 bucket.proof = bucket.proof._replace(untold=bucket.proof.untold & proof.untold)
+            self._share(entry, bucket)
 
     def _give_up(self, entry: Sized, call: Call, error: PaddingError) -> Refusal:
         """Nobody asked for padding: where it would change results, sizes stay exact."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class Verifier:
         self.setting, self.tree, self.device, self.executed = setting, tree, device, executed
         self.generators, self.rounding, self.cut, self.state = generators, rounding, False, True
         self.left = [times]
+        self.padded: Collection[int] = ()
         self.held = Held([(setting.name, setting.target), *setting.optimizers])
 
     def begin(self, graph: Graph) -> None:
@@ -69,14 +70,15 @@ class Verifier:
             graph.__class__ = Verified
             graph.verifier = self  # type: ignore[attr-defined]
 
-    def at_size(self, *, cut: bool, state: bool) -> Verifier:
+    def at_size(self, *, cut: bool, state: bool, padded: Collection[int]) -> Verifier:
         """The same for calls of one size of a bucket; `cut`: eager runs at another size than the graph.
 
-        Without `state` only results and arguments are compared: padding may write the rest.
+        Without `state` only results and the `padded` arguments are compared: padding may write the rest.
         """
         made = object.__new__(Verifier)
         made.__dict__.update(self.__dict__)
         made.cut, made.rounding, made.state = cut, self.rounding or cut, state
+        made.padded = padded
         return made
 
     def replay(self, graph: Graph, tensors: tuple[Tensor, ...], values: tuple[Any, ...]) -> Any:
@@ -214,6 +216,9 @@ class Verifier:
             memory.setdefault(
                 names.get(family_key(tensor), f"a tensor {tuple(tensor.shape)} from outside"), tensor
             )
+        for leaf, path in enumerate(call.tree.tensor_paths) if not self.state else ():
+            if leaf not in self.padded:
+                memory.pop(f"{ARGUMENT}`{path}`", None)
         python = {f"`{c.place.name}`": c.after for c in survey.changes(self._survey(call))}
         leaves = {f"`{place.name}.grad`": t for place, t in survey.tensors() if t.is_leaf and t.requires_grad}
         return Left(
