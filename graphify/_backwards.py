@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._baked import read_by
+from ._bystanders import Bystanders
 from ._code import Executed
 from ._ends import Wanted
 from ._graph import Graph, Setting, plan_launch
@@ -181,7 +182,7 @@ class _BackwardRecorder:
     def _restore(self, streams: Any) -> None:
         assert self.before is not None
         self.undo.rollback()
-        self.before.restore()
+        self.before.restore(Bystanders(self.before.optimizers, self.watch.touched).hold)
         self.host.restore()
         if streams is not None:
             self.setting.backend.set_rng_state(streams)
@@ -212,7 +213,8 @@ class _BackwardRecorder:
             return [*map(fitted, found[len(wants.arguments) :], wants.leaves)]
 
     def _compare(self, before: Survey) -> None:
-        drawn, changes = self.host.drawn(), before.changes(self._survey())
+        drawn, others = self.host.drawn(), Bystanders(before.optimizers, self.watch.touched)
+        changes = [c for c in before.changes(self._survey()) if not others.own(c.place)]
         what = [f"draws from {drawn[0]}"] if drawn else [f"changes `{c.place.name}`" for c in changes]
         if what:
             raise CaptureError(f"the backward of `{self.setting.name}` {what[0]}", why=_TWICE, fix=_FIX)

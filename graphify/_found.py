@@ -22,6 +22,10 @@ from ._streams import Stream
 __all__ = ["Found"]
 
 
+def _nobody(container: Any) -> bool:
+    return False
+
+
 class Found:
     """What a survey met, as it was then: places, lengths, content compared as a whole, tensors."""
 
@@ -45,6 +49,8 @@ class Found:
         """Iterators that nobody can put back, by name."""
         self.streams: list[Stream] = []
         self.seen: dict[int, Any] = {}
+        self.placed: set[int] = set()
+        """The ids of what some place holds: that lives as long as the place."""
         self.queue: deque[tuple[Any, str]] = deque()
         self.base: Self | None = None
         self._met: list[tuple[Place, Tensor]] | None = None
@@ -134,14 +140,15 @@ class Found:
             if key not in changed and self.holds(held[0].container):
                 self.places.setdefault(key, held)
 
-    def restore(self) -> None:
-        """Put back what the surveyed places and containers held."""
+    def restore(self, spared: Callable[[Any], bool] = _nobody) -> None:
+        """Put back what the surveyed places and containers held; not where this says so of what has the content."""
         base = self.base if self._base_holds() else None
         known, held, bulks, facts_known = _extent(base)
         for container, content, _ in islice(self.contents.values(), held, None):
-            put_back(container, content)
+            if not spared(container):
+                put_back(container, content)
         for bulk in self.bulk[bulks:]:
-            if bulk.read() != bulk.content:
+            if bulk.read() != bulk.content and not spared(bulk):
                 bulk.restore()
         for stream in self.streams[0 if base is None else len(base.streams) :]:
             stream.restore()
@@ -149,7 +156,7 @@ class Found:
             facts.restore(tensor)
         internals = self.internals[0 if base is None else len(base.internals) :]
         for place, value in chain(internals, islice(self.places.values(), known, None)):
-            if place.read() is not value:
+            if place.read() is not value and not spared(place.container):
                 place.write(value)
 
     def add(self, place: Place) -> None:
@@ -161,6 +168,7 @@ class Found:
         self.seen[id(place.container)] = place.container
         if is_a(value, Tensor):
             self.meet(value, place.name)
+        self.placed.add(id(value))
         self.reach(value, place.name)
 
     def add_all(self, places: Iterable[Place]) -> None:

@@ -57,7 +57,7 @@ class Guard:
         self.tensors = [t for t in tensors if t.layout is torch.strided and not is_lazy(t)]
         self.sizes = [*survey.sizes]
         self.sizes += [(c, n, name) for c, n, name in survey.hooks]
-        self.bulk = survey.bulk
+        self.bulk = [b for b in survey.bulk if (id(b.holder), None) not in written]
         self.hosts = [t for t in self.tensors if t.device.type != device.type]
         self.gradients = torch.is_grad_enabled()
         self.facts = self._facts()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ._autograd import Patterns
+from ._bystanders import Bystanders
 from ._code import Executed
 from ._entries import Entries
 from ._entry import Entry, Refusal
@@ -119,8 +120,9 @@ class Lessons:
         survey = self._survey_with(call, stepped)
         self.caches = self.caches or bool(survey.closed)
         entry.large = large_writes(watch, survey, call)
-        entry.numbers = numbers_of(survey.optimizers)
-        free = {place.id for place in self.numbers.lifted(entry.numbers)}
+        others = Bystanders(survey.optimizers, watch.touched)
+        entry.numbers = numbers_of(held for held in survey.optimizers if not others.include(held[1]))
+        free = {place.id for place in self.numbers.lifted(entry.numbers)} | others.places
         free |= self._only_written(before, survey) if before is not None else set()
         entry.trust(self.setting.surveys.guard(survey, outside=(), written=free, device=watch.device))
         offence = self.offence(watch, stepped)

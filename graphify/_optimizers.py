@@ -20,7 +20,7 @@ from ._lifted import Lifted, OnDevice
 from ._places import Change
 from .errors import CaptureError
 
-__all__ = ["UnbuiltError", "refusal_of", "refused_change", "refused_code", "steps"]
+__all__ = ["SCHEDULES", "UnbuiltError", "refusal_of", "refused_change", "refused_code", "steps"]
 
 _READS = "a graph replays device work only; the host cannot read a value in the middle of it"
 _ONCE = "Python runs when a graph is recorded; a replay repeats device work only"
@@ -138,7 +138,7 @@ def _replacement(device: torch.device) -> str:
 def refused_code(executed: Executed) -> CaptureError | None:
     """What a run's code did around its optimizers that a graph cannot hold, or None."""
     for code, _ in executed.codes.values():
-        if code.co_name == "step" and code.co_filename == _SCHEDULES:
+        if code.co_name == "step" and code.co_filename == SCHEDULES:
             return CaptureError(
                 "a learning-rate schedule is stepped inside",
                 why=_ONCE,
@@ -154,7 +154,7 @@ def refused_code(executed: Executed) -> CaptureError | None:
     return None
 
 
-_SCHEDULES = torch.optim.lr_scheduler.LRScheduler.step.__code__.co_filename
+SCHEDULES = torch.optim.lr_scheduler.LRScheduler.step.__code__.co_filename
 _ASKS_SCALER = getattr(getattr(GradScaler, "_maybe_opt_step", None), "__code__", None)
 
 

@@ -121,7 +121,7 @@ class Place(NamedTuple):
 
 
 class Bulk(NamedTuple):
-    """Plain content that is compared as a whole; `moved` when another content means other memory.
+    """Plain content that is compared as a whole; `moved` when another content means other memory. `holder` has it.
 
     What a list, deque, set or dict held is put back with all other containers.
     """
@@ -131,6 +131,7 @@ class Bulk(NamedTuple):
     restore: Callable[[], Any]
     name: str
     moved: bool = False
+    holder: Any = None
 
     @classmethod
     def of(cls, container: Any, name: str) -> Bulk:
@@ -147,7 +148,7 @@ class Bulk(NamedTuple):
             pairs = itertools.zip_longest(items(), content, fillvalue=MISSING)
             return _THESE if all(itertools.starmap(operator.is_, pairs)) else "others"
 
-        return cls(read, _THESE, lambda: _refill(container, kept), name, moved=True)
+        return cls(read, _THESE, lambda: _refill(container, kept), name, True, container)
 
 
 _THESE = "these objects"

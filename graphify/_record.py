@@ -128,7 +128,7 @@ def _plan(run: RecordedRun, graph: Graph, result: Any, hidden: list[Any]) -> Gua
     assert run.after is not None
     _plan_step(run, graph, result, hidden)
     written = {change.place.id for change in run.hidden}
-    written |= run.numbers
+    written |= run.numbers | run.others.places
     run.before.adopt(run.after, written)
     run.to_repeat()  # while the survey has nothing that only the collector finds
     _plan_outside(run, graph)

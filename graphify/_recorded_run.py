@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ._autograd import Instance
+from ._bystanders import Bystanders
 from ._code import Executed
 from ._graph import Order, Setting
 from ._inputs import StaticInputs
@@ -91,6 +92,7 @@ class RecordedRun:
         self.after: Survey | None = None
         self._compared = False
         self.hidden: list[Change] = []
+        self.others: Bystanders
         self.instance: Instance | None = None
         self.saved: list[Saved] = []
         self.stand_ins = StandIns(self._to_cut())
@@ -163,7 +165,9 @@ class RecordedRun:
         self._check_checkpoints()
         self.after = self.setting.surveys.after(self._roots, self.executed)
         self._refuse_early(self.executed, self.after)
-        self.hidden = [self._hidden(change) for change in self.before.changes(self.after)]
+        self.others = Bystanders(self.before.optimizers, self.watch.touched)
+        changes = (c for c in self.before.changes(self.after) if not self.others.own(c.place))
+        self.hidden = [self._hidden(change) for change in changes]
 
     def _check_host(self) -> None:
         for generator in self._host.drawn():
@@ -217,7 +221,7 @@ class RecordedRun:
 
         def take_back() -> None:
             undo.rollback()
-            before.restore()
+            before.restore(Bystanders(before.optimizers, undo.touched).hold)
             if step is not None:
                 step.restore(undo.touched)
             host.restore()

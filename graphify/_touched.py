@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ._code import Executed
 from ._layout import family_key
 from ._shadows import Shadows, shadow
 
@@ -30,6 +31,8 @@ class Touched:
     def __init__(self, *, everything: bool = False) -> None:
         self.leaves: dict[int, Tensor] = {}
         self.everything = everything
+        self.executed: list[Executed] = []
+        """The code of its runs."""
         self._used: list[Collection[int]] = []
         self._made: list[Collection[int]] = []
 
@@ -43,10 +46,18 @@ class Touched:
         written: Collection[int],
         born: Collection[int],
         given: Collection[int],
+        executed: Executed,
     ) -> None:
-        """Follow what a watch notes: the memory that a run finds outside, writes, makes, and is given."""
+        """Follow what a watch notes: the memory that a run finds outside, writes, makes, and is given, and its code."""
+        self.executed.append(executed)
         self._used += (outside, written)
         self._made += (outside, born, given)
+
+    def join(self, other: Touched) -> None:
+        """Take over what another run had to do with."""
+        self.leaves.update(other.leaves)
+        self.everything |= other.everything
+        self.executed += other.executed
 
     def uses(self, grad: Tensor) -> bool:
         """Whether the run's device work read or wrote the memory of a gradient that was there before."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ._bystanders import Bystanders
 from ._lazy import hearing_birth, no_birth
 from ._survey import Survey
 from ._touched import bind_grad, grad_of
@@ -84,7 +85,7 @@ class Snapshot:
     def undo(self) -> None:
         """Put everything back."""
         self.log.rollback()
-        self._survey.restore()
+        self._survey.restore(Bystanders(self._survey.optimizers, self.log.touched).hold)
         for tensor, grad in self._grads:
             # Another thread may have changed what this run did not.
             if not tensor.is_leaf or self.log.touched.has_to_do_with(tensor, grad):

@@ -139,7 +139,7 @@ class Verifier:
         for tensor in [*self._in_reach(graph, call, survey, watch).values(), *_written(watch)]:
             before.log.before_write(tensor)
         touched = before.log.touched
-        touched.leaves.update(watch.touched.leaves)
+        touched.join(watch.touched)
         try:
             with hearing_grads(touched.hear):
                 result = Graph.__call__(graph, call.tensors, call.values)
@@ -177,6 +177,7 @@ class Verifier:
             trial(backend, self.device, survey, [*self.generators.values()]) as log,
             hearing_grads(log.touched.hear),
         ):
+            log.touched.join(watch.touched)
             for tensor in [*self._in_reach(graph, call, survey, watch).values(), *_written(watch)]:
                 log.before_write(tensor)
             return self._backward(result, graph, call, survey, watch)

@@ -90,7 +90,7 @@ class Watch(InfraMode):
         self._tasks = (-1, current_backward())
         self._start = next_node()
         self.touched = touched or (undo.touched if undo is not None else Touched())
-        self.touched.see(self.outside, self.written, self.born, self.given)
+        self.touched.see(self.outside, self.written, self.born, self.given, self.executed)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

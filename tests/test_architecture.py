@@ -67,6 +67,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     ),
     2: (
         *(
+            "_bystanders",
             "_found",
             "_grads",
             "_guards",
@@ -132,7 +133,7 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_code": ("_computed", "_following"),
     "_detaching": ("_shadows",),
     "_stand_ins": ("_touched",),
-    "_touched": ("_layout", "_shadows"),
+    "_touched": ("_code", "_layout", "_shadows"),
     "_arrivals": ("_pulled",),
     "_gate": ("_ambient", "_arrivals", "_pulled"),
     "_paths": ("_code", "_following"),
@@ -155,7 +156,8 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_grads": ("_guards",),
     "_lifted": ("_places", "_undo"),
     "_optimizers": ("_lifted", "_places"),
-    "_trial": ("_survey", "_undo"),
+    "_trial": ("_bystanders", "_survey", "_undo"),
+    "_bystanders": ("_optimizers", "_places"),
     "_composite": ("_undo",),
     "_operators": ("_composite", "_undo"),
     "_watch": ("_composite", "_operators", "_optimizers", "_undo"),

@@ -192,6 +192,64 @@ class TestGradients:
             sys.setswitchinterval(interval)
 
 
+def build(world: Meanwhile) -> None:
+    make(world.other)
+    world.opts[1].step()
+
+
+def schedule(world: Meanwhile) -> None:
+    world.opts[1].param_groups[0]["lr"] *= 0.5
+
+
+class TestOptimizers:
+    """An optimizer that the function reaches by name, and another thread steps or schedules."""
+
+    @pytest.mark.parametrize("change", [build, schedule])
+    @pytest.mark.parametrize("how", ["refused", "warm-up", "recording", "ahead"])
+    def test_of_another_thread(
+        self, backend: str, device: torch.device, change: Callable[[Meanwhile], None], how: str
+    ) -> None:
+        """Neither its state nor its options are put back, refused or guarded; the run's own are put back as ever."""
+        world, xs = Meanwhile(device), batches(device)
+        world.step()(xs[0])
+        before = left(world.nets[0], world.opts[0])
+        if how == "refused":
+            graphed = graphify(world.step(lambda loss: loss.item()), backend=backend)
+            world.work.put(lambda: change(world))
+            with pytest.raises(CaptureError, match="read on the host"):
+                graphed(xs[0])
+        elif how == "ahead":
+            graphed = graphify(world.step(), backend=backend)
+            world.work.put(lambda: change(world))
+            graphed.capture(xs[0])
+        else:
+            graphed = graphify(world.step(), backend=backend)
+            for i, x in enumerate(xs):
+                if i == (how == "recording"):
+                    world.work.put(lambda: change(world))
+                graphed(x)
+                schedule(world)
+            assert counts(graphed) == ALL_REPLAYED
+        assert len(world.opts[1].state) == (4 if change is build else 0)
+        times = (change is schedule) + (8 if how in ("warm-up", "recording") else 0)
+        assert world.opts[1].param_groups[0]["lr"] == 0.1 * 0.5**times
+        if how in ("refused", "ahead"):
+            equal(before, left(world.nets[0], world.opts[0]))
+
+    def test_that_code_looks_into(self, backend: str, device: torch.device) -> None:
+        """An option of one that does not step is a value of the signature as soon as the code can read it."""
+        optimizer = sgd(mlp(device).parameters(), device)
+
+        def scale(x: Tensor) -> Tensor:
+            return x * optimizer.param_groups[0]["lr"]
+
+        graphed = graphify(scale, backend=backend)
+        for i, x in enumerate(batches(device)):
+            if i == 2:
+                optimizer.param_groups[0]["lr"] = 0.5
+            assert torch.equal(graphed(x), scale(x))
+
+
 class TestOwn:
     """`.grad` that the function itself reads or binds, with no backward and no optimizer inside."""
 
