@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from itertools import chain, islice
+from operator import is_
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ class Found:
         self.sizes: list[tuple[Any, int, str]] = []
         self.contents: dict[int, tuple[Any, Any, str]] = {}
         """Containers with what they held; the name is empty where length and order are nobody's values."""
-        self.internals: list[tuple[Place, Any]] = []
-        """Places that are put back and not compared."""
+        self.internals: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Fields that are put back and not compared: where they are, and what they held."""
         self.bulk: list[Bulk] = []
         self.tensor_facts: list[tuple[Tensor, str, TensorFacts]] = []
         self.generators: list[torch.Generator] = []
@@ -154,8 +155,10 @@ class Found:
             stream.restore()
         for tensor, _, facts in self.tensor_facts[facts_known:]:
             facts.restore(tensor)
-        internals = self.internals[0 if base is None else len(base.internals) :]
-        for place, value in chain(internals, islice(self.places.values(), known, None)):
+        for fields, before in self.internals[0 if base is None else len(base.internals) :]:
+            if not all(map(is_, map(fields.get, before), before.values())):
+                fields.update(before)
+        for place, value in islice(self.places.values(), known, None):
             if place.read() is not value and not spared(place.container):
                 place.write(value)
 

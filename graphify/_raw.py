@@ -75,7 +75,7 @@ def has_own_items(container: Any) -> bool:
 
 def get_item(container: Any, key: Any, default: Any) -> Any:
     """An item; `default` where a dict has none, which makes none either."""
-    if is_a(container, dict):
+    if type(container) is dict or is_a(container, dict):
         return dict.get(container, key, default)
     return _kind(container).__getitem__(container, key)
 
@@ -92,12 +92,15 @@ def del_item(container: Any, key: Any) -> None:
 
 def _kind(container: Any) -> Any:
     """The class of Python's own whose methods reach what it stores."""
-    return next((kind for kind in _KINDS if is_a(container, kind)), type(container))
+    exact = type(container)  # of most of thousands
+    return exact if exact in _KINDS else next((kind for kind in _KINDS if is_a(container, kind)), exact)
 
 
 def contents_of(container: Any) -> Any:
     """What a list, deque, set or dict holds now."""
-    if is_a(container, dict) and type(container) is not dict:
+    if type(container) is dict:
+        return container.copy()
+    if is_a(container, dict):
         return (OrderedDict if is_a(container, OrderedDict) else dict)(items_of(container))
     return _kind(container).copy(container)
 
@@ -105,8 +108,9 @@ def contents_of(container: Any) -> Any:
 def put_back(container: Any, content: Any) -> None:
     """Make a container hold what it held, in that order; under a key that a dict has still, what is there now stays."""
     kind = _kind(container)
-    if is_a(container, dict):
-        _put_back_items(container, content, kind)
+    if kind is dict or kind is OrderedDict:
+        if not _alike(kind.__iter__(container), content):
+            _put_back_items(container, content, kind)
     elif kind is list:
         if not _alike(list.__iter__(container), content):
             list.__setitem__(container, slice(None), content)

@@ -133,9 +133,10 @@ class Survey(Found):
             self.add_all(Place(held, key, "field", f"{name}.{key}") for key in list(held))
             self.seen[id(held)] = held
             self.registries.append(held)
-        for internal in (k for k in _PUT_BACK if k in state):
-            self.hold(state[internal])
-            self.internals.append((Place(state, internal, "field", name), state[internal]))
+        internals = {key: state[key] for key in _PUT_BACK if key in state}
+        self.internals.append((state, internals))
+        for internal in internals.values():
+            self.hold(internal)
         self.size(state["_modules"], name)
         # Hooks of the graphed module itself run around the graph, at every call.
         inside = module is not self._outermost
