@@ -109,6 +109,10 @@ class Executed:
         """Whether this code object ran."""
         return self.everything or id(code) in self.codes
 
+    def heard(self, code: CodeType) -> bool:
+        """Whether this code object is known to have run."""
+        return id(code) in self.codes
+
     def loads(self) -> frozenset[str]:
         """Every name that the code loads as an attribute, global or closure cell."""
         return frozenset().union(*(names_of(code).loads for code, _ in self.codes.values()))

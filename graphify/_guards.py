@@ -105,18 +105,26 @@ class Guard:
         ]
 
     def _generate(self) -> Callable[[], bool]:
-        scope: dict[str, Any] = {"same": same, "get": dict.get}
+        scope: dict[str, Any] = {"same": same, "get": dict.get, "type": type}
         tests: list[str] = []
+        typed = [place for place, _ in self.places if place.kind == "type"]
+        alone = len(typed) <= _FEW
         for i, (place, value) in enumerate(self.places):
+            if place.kind == "type" and not alone:
+                continue
             scope[f"c{i}"], scope[f"k{i}"], scope[f"v{i}"] = place.container, place.key, value
             if place.read() is value:
                 kind = "entry" if place.kind == "item" and has_own_items(place.container) else place.kind
                 if kind == "attr":
                     scope[f"k{i}"] = member_of(type(place.container), place.key).__get__
-                tests.append(_TESTS[kind].format(i=i, k=_literal(place.key, i)))
+                tests.append(_TESTS[kind].format(i=i, k=_literal(place.key, i), name=place.key))
             else:  # made anew by each read, so only its value can be compared
                 scope[f"p{i}"] = place
                 tests.append(f"same(p{i}.read(), v{i})")
+        if not alone:
+            scope["objects"] = objects = [place.container for place in typed]
+            scope["types"] = [*map(type, objects)]
+            tests.append("[*map(type, objects)] == types")
         tests += self._size_tests(scope)
         for i, bulk in enumerate(self.bulk):
             scope[f"b{i}"], scope[f"e{i}"] = bulk.read, bulk.content
@@ -153,6 +161,9 @@ class Guard:
         return tests
 
 
+_FEW = 16
+"""Up to so many objects, asking each for its class costs less than asking all in one expression."""
+
 _TESTS = {
     "item": "c{i}[{k}] is v{i}",
     "field": "c{i}[{k}] is v{i}",
@@ -160,6 +171,9 @@ _TESTS = {
     "cell": "c{i}.cell_contents is v{i}",
     "variable": "c{i}.get() is v{i}",
     "attr": "k{i}(c{i}) is v{i}",
+    "type": "type(c{i}) is v{i}",
+    "referent": "type(c{i}()) is v{i}",
+    "part": "c{i}.{name} is v{i}",
     "entry": "get(c{i}, {k}) is v{i}",
 }
 
@@ -208,4 +222,6 @@ def _literal(key: Any, i: int) -> str:
 
 
 def _brief(value: Any) -> str:
+    if isinstance(value, type):
+        return value.__qualname__
     return repr(value) if is_plain(value) else f"another {type(value).__name__}"

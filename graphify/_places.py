@@ -69,7 +69,8 @@ class Place(NamedTuple):
     """One slot that Python code can read.
 
     Kinds: "item" of a dict or list, "field" of an instance's or module's `__dict__` or of a namespace,
-    "class" attribute, closure "cell", "attr" in a slot, "bulk" for a long list of plain values.
+    "class" attribute, closure "cell", "attr" in a slot, "part" of a function, "type" of an object or of the
+    "referent" of a weak reference, "bulk" for a long list of plain values.
     """
 
     container: Any
@@ -88,6 +89,10 @@ class Place(NamedTuple):
                 return self.container.get()
             if self.kind == "cell":
                 return self.container.cell_contents
+            if self.kind == "type":
+                return type(self.container)
+            if self.kind == "referent":
+                return type(self.container())
             return member_of(type(self.container), self.key).__get__(self.container)
         except (LookupError, AttributeError, ValueError):
             return MISSING
@@ -95,6 +100,7 @@ class Place(NamedTuple):
     def write(self, value: Any) -> None:
         """Make the place hold a value; MISSING empties it."""
         container, key = self.container, "cell_contents" if self.kind == "cell" else self.key
+        container = container() if self.kind == "referent" else container
         owner: Any = type if self.kind == "class" else object
         if self.kind == "variable":
             container.set(value)

@@ -23,10 +23,20 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ._classes import (
+    SKIPPED_PACKAGES,
+    class_of,
+    defined_names,
+    functions_behind,
+    parts_of,
+    slots_of,
+    special_names,
+    user_bases,
+)
 from ._code import Executed, is_library, names_of
 from ._found import Found
 from ._places import Bulk, Place, entries, hyperparameters, is_plain, item_name
-from ._raw import fields_of, is_a, items_of, member_of
+from ._raw import fields_of, is_a, items_of
 from ._streams import BLIND, FILES, numpy_stream, random_stream, used_up
 from ._unnamed import Unnamed
 from ._wholes import WHOLES, array_of, whole_of
@@ -48,7 +58,6 @@ _OPTIMIZER_INTERNALS = frozenset(
     {"defaults", "param_groups", "state", "_zero_grad_profile_name", "_opt_called", "step"}
 )
 _INTERNALS = ((nn.Module, _MODULE_INTERNALS), (Optimizer, _OPTIMIZER_INTERNALS))
-_SKIPPED_PACKAGES = frozenset(sys.stdlib_module_names) | {"torch", "numpy"}
 
 
 class Survey(Found):
@@ -96,6 +105,7 @@ class Survey(Found):
         return self
 
     def _walk(self, value: Any, name: str) -> None:
+        self.add_all(class_of(value, name, held=id(value) in self.placed))
         for kind, walk in _WALKS:
             if is_a(value, kind):
                 walk(self, value, name)
@@ -105,7 +115,7 @@ class Survey(Found):
         package, _, module = type(value).__module__.partition(".")
         if package == "graphify" and not module.startswith("testing"):
             self._walk_graphed(value, name)
-        elif package not in _SKIPPED_PACKAGES or package in _HOLDING or is_a(value, _HOLDERS):
+        elif package not in SKIPPED_PACKAGES or package in _HOLDING or is_a(value, _HOLDERS):
             self._walk_object(value, name)
         elif package == "numpy":
             self._walk_array(value, name)
@@ -159,8 +169,8 @@ class Survey(Found):
             if self.unnamed.reads_all(value):
                 self.unnamed.whole.add(id(state))
             self.add_all(Place(state, key, "field", f"{name}.{key}") for key in keys)
-        for cls in _user_bases(type(value)):
-            slots = [k for k, v in vars(cls).items() if _is_slot(type(value), k, v)]
+        for cls in user_bases(type(value)):
+            slots = slots_of(type(value), cls)
             self.add_all(Place(value, slot, "attr", f"{name}.{slot}") for slot in self._used(slots, value))
         self._walk_class(type(value), name)
 
@@ -169,9 +179,14 @@ class Survey(Found):
         self.unnamed.meet(value, self.names)
 
     def _walk_class(self, cls: type, name: str) -> None:
-        for base in _user_bases(cls):
-            used = [k for k, v in vars(base).items() if not k.startswith("__") and not _is_descriptor(v)]
-            self.add_all(Place(base, key, "class", f"{name}.{key}") for key in self._used(used, cls))
+        for base in user_bases(cls):
+            used = [*self._used(defined_names(base), cls), *special_names(base, self.executed)]
+            self.add_all(Place(base, key, "class", f"{name}.{key}") for key in used)
+
+    def _walk_descriptor(self, value: Any, name: str) -> None:
+        for function in functions_behind(value):
+            if self.executed.heard(function.__code__):
+                self.reach(function, name)
 
     def _walk_function(self, function: types.FunctionType, name: str) -> None:
         self.reach(function.__dict__.get("_torchdynamo_orig_callable"), name)
@@ -184,6 +199,8 @@ class Survey(Found):
         self._walk_object(function, name)
         for default in (function.__defaults__ or (), *(function.__kwdefaults__ or {}).values()):
             self.reach(default, f"a default of {name}")
+        self.seen[id(function.__code__)] = function.__code__  # nothing is inside
+        self.add_all(parts_of(function, name))
         scope = function.__globals__
         self.add_all(
             Place(scope, key, "field", key) for key in names_of(function.__code__).scope if key in scope
@@ -219,7 +236,7 @@ class Survey(Found):
     def _walk_namespace(self, value: types.ModuleType, name: str) -> None:
         if value.__name__ == "os" and (self.names is None or {"environ", "getenv"} & self.names):
             self.reach(os.environ, "os.environ")
-        if value.__name__.partition(".")[0] in _SKIPPED_PACKAGES | {"graphify"}:
+        if value.__name__.partition(".")[0] in SKIPPED_PACKAGES | {"graphify"}:
             return
         scope, names = vars(value), self.executed.names() if self.names is None else self.names
         names = (names & scope.keys()) | self.unnamed.of_module(value, everywhere=self.names is None)
@@ -288,7 +305,7 @@ class Survey(Found):
         self._hold_state(value, f"{name}.state")
         for hooks in (fields[h] for h in _STEP_HOOKS if h in fields):
             self._walk_hooks(hooks, f"the hooks of {name}", f"a hook of {name}")
-        if any(_user_bases(type(value))):
+        if any(user_bases(type(value))):
             self._walk_object(value, name)
 
     def _hold_params(self, params: list[Tensor], name: str) -> None:
@@ -331,20 +348,6 @@ class Survey(Found):
         self.add_all(Place(value, key, "item", item_name(name, key)) for key in list(value))
 
 
-def _user_bases(cls: type) -> Iterator[type]:
-    skipped = _SKIPPED_PACKAGES | {"graphify"}
-    return (base for base in cls.__mro__ if base.__module__.partition(".")[0] not in skipped)
-
-
-def _is_slot(cls: type, name: str, found: Any) -> bool:
-    """Whether an attribute of a class's instances lives in this very slot."""
-    return isinstance(found, types.MemberDescriptorType) and member_of(cls, name) is found
-
-
-def _is_descriptor(value: Any) -> bool:
-    return isinstance(value, (property, types.MemberDescriptorType, types.GetSetDescriptorType))
-
-
 Walk = Callable[[Survey, Any, str], None]
 _WALKS: list[tuple[Any, Walk]] = [
     (nn.Module, Survey._walk_module),
@@ -367,5 +370,6 @@ _WALKS: list[tuple[Any, Walk]] = [
     (random.Random, Survey._walk_stream),
     ((operator.attrgetter, operator.methodcaller, types.BuiltinFunctionType), Survey._walk_getter),
     (_CLOSED, Survey._walk_closed),
+    ((property, staticmethod, classmethod, functools.cached_property), Survey._walk_descriptor),
     (type, Survey._walk_class),
 ]

@@ -67,6 +67,7 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     ),
     2: (
         *(
+            "_classes",
             "_bystanders",
             "_found",
             "_grads",
@@ -151,7 +152,8 @@ ALONG: Mapping[str, tuple[str, ...]] = {
     "_wholes": ("_places",),
     "_guards": ("_places", "_survey"),
     "_found": ("_places",),
-    "_survey": ("_found", "_places", "_unnamed", "_wholes"),
+    "_classes": ("_places",),
+    "_survey": ("_classes", "_found", "_places", "_unnamed", "_wholes"),
     "_standing": ("_guards", "_survey"),
     "_grads": ("_guards",),
     "_lifted": ("_places", "_undo"),
