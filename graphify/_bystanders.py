@@ -58,7 +58,7 @@ def _by_steps_alone(touched: Touched) -> bool:
 
 def _met(optimizer: Optimizer, touched: Touched) -> bool:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return not params or any(id(param) in touched.leaves for param in params)
+    return not params or any(id(param) in touched.before for param in params)
 
 
 def _held(optimizer: Optimizer) -> Iterable[Any]:

@@ -8,7 +8,7 @@ import linecache
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -151,7 +151,7 @@ class Executed:
         return ((c, g) for c, g in self.codes.values() if not is_library(c.co_filename))
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def following(self, at_unknown: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Note every code object that this thread runs inside; suspect every name where that cannot be."""
         collecting = {id(getattr(callback, "__code__", None)) for callback in gc.callbacks}
 
@@ -164,11 +164,15 @@ class Executed:
             self.codes[id(code)] = (code, frame.f_globals)
             # Compiled code reads its values by guards that no bytecode shows.
             compiled = any(name.startswith("__compiled_fn") for name in code.co_names)
-            self.everything = self.everything or compiled
+            if compiled and not self.everything:
+                self.everything = True
+                at_unknown()
             return True
 
         with hearing_calls(note) as heard:
-            self.everything = self.everything or not heard
+            if not heard:
+                self.everything = True
+                at_unknown()
             yield
 
 

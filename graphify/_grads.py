@@ -19,7 +19,7 @@ _grad_of = operator.attrgetter("grad")
 
 
 class Grads:
-    """What `.grad` each of these leaves has now: make it right before a run that is recorded.
+    """The `.grad` of these leaves around a run that is recorded.
 
     Example: `grads = Grads(named_leaves); run(); grads.settle(touched)` in what is recorded; then
     `plan = grads.plan(touched, given)`, or `grads.restore(touched)` when that failed. Leaves that the run did not
@@ -28,34 +28,36 @@ class Grads:
 
     def __init__(self, leaves: Iterable[tuple[str, Tensor]]) -> None:
         self._names: dict[int, str] = {}
-        self._before: list[tuple[Tensor, Tensor | None]] = []
+        self.leaves: list[Tensor] = []
         for name, tensor in leaves:
             # A frozen parameter, too: `zero_grad` and a step look at its `.grad`.
             trained = tensor.requires_grad or isinstance(tensor, nn.Parameter)
             if tensor.is_leaf and trained and id(tensor) not in self._names:
                 self._names[id(tensor)] = name
-                self._before.append((tensor, grad_of(tensor)))
+                self.leaves.append(tensor)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether this leaf's `.grad` was noted."""
+        """Whether this is one of the leaves."""
         return id(tensor) in self._names
 
-    def families(self) -> set[int]:
+    def _before(self, touched: Touched) -> list[tuple[Tensor, Tensor | None]]:
+        return [touched.before[id(t)] for t in self.leaves if id(t) in touched.before]
+
+    def families(self, touched: Touched) -> set[int]:
         """The memory of the gradients that there were."""
-        return {family_key(grad) for _, grad in self._before if grad is not None}
+        return {family_key(grad) for _, grad in self._before(touched) if grad is not None}
 
     def restore(self, touched: Touched) -> None:
         """Put back what the run changed; the memory of a `.grad` is not this one's business."""
-        for tensor, grad in self._before:
-            if touched.has_to_do_with(tensor, grad):
-                bind_grad(tensor, grad)
+        for tensor, grad in self._before(touched):
+            bind_grad(tensor, grad)
 
     def settle(self, touched: Touched) -> None:
         """Record, at the end of the run, that gradients stay where the next call looks for them.
 
         A run that uses the gradient of the last call and then makes another would find it elsewhere each time.
         """
-        for tensor, before in self._before:
+        for tensor, before in self._before(touched):
             after = grad_of(tensor)
             if before is None or after is None or after is before or not touched.uses(before):
                 continue
@@ -71,9 +73,7 @@ class Grads:
             CaptureError: the run left a `.grad` that a replay could not.
         """
         plan = GradPlan()
-        for tensor, before in self._before:
-            if not touched.has_to_do_with(tensor, before):
-                continue
+        for tensor, before in self._before(touched):
             name, after = f"{self._names[id(tensor)]}.grad", grad_of(tensor)
             if after is not None and after is not before:
                 _check(name, after, given)

@@ -131,7 +131,7 @@ class Lessons:
         elif not watch.device_work and not call.tensors:
             entry.refusal = Refusal("cpu")
         else:
-            entry.whole = watch.backward or bool(stepped) or bool(watch.touched.leaves)
+            entry.whole = watch.backward or bool(stepped) or bool(watch.touched.before)
             self._learn_histories(entry, call, renewed, survey)
             if has_gradients(result, call.tensors):
                 self._learn_gradients(entry, call, watch)

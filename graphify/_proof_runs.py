@@ -290,7 +290,7 @@ class Runs:
         """The tensors among it, and gradients of parameters where memory is compared."""
         found = {name: part for name, part in left.items() if isinstance(part, Tensor)}
         for place, leaf in survey.tensors() if self.state else ():
-            if leaf.is_leaf and leaf.requires_grad and touched.has_to_do_with(leaf, None):
+            if leaf.is_leaf and leaf.requires_grad and id(leaf) in touched.before:
                 found |= {} if leaf.grad is None else {f"`{place.name}.grad`": leaf.grad}
         return {name: tensor.detach().clone() for name, tensor in found.items()}
 

@@ -142,7 +142,7 @@ def _plan(run: RecordedRun, graph: Graph, result: Any, hidden: list[Any]) -> Gua
 
 def _plan_step(run: RecordedRun, graph: Graph, result: Any, hidden: list[Any]) -> None:
     graded = has_gradients((result, hidden), run.inputs.tensors)
-    touched = bool(run.watch.touched.leaves)
+    touched = bool(run.watch.touched.before)
     if (graded and run.patterns is None) or ((run.watch.backward or touched) and run.step is None):
         raise NeedsGradError
     if run.step is None:
@@ -151,7 +151,7 @@ def _plan_step(run: RecordedRun, graph: Graph, result: Any, hidden: list[Any]) -
     if refused is not None:
         raise again(refused)
     results = tensors_of((result, *hidden))
-    used = run.step.plan(run.watch, results, everything=run.executed.everything)
+    used = run.step.plan(run.watch, results)
     if graded and used and run.watch.backward:
         raise second_backward(run.setting.name)
     if not run.setting.backend.runs_live and (used or touched or run.watch.backward or run.numbers):
@@ -166,7 +166,7 @@ def _plan_outside(run: RecordedRun, graph: Graph) -> None:
         graph.bumped += run.example.bumped
         return
     graph.bumped = run.watch.bumped()
-    placed = run.step.known() if run.step is not None else set()
+    placed = run.step.known(run.watch.touched) if run.step is not None else set()
     found: list[str] = []
     strange = [t for key, t in outside.items() if key not in placed and not run.before.over(key)]
     for tensor in strange:

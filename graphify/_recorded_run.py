@@ -70,16 +70,15 @@ class RecordedRun:
             take=self._taking(order),
         )
         self._layouts = [(_metadata(t), t.requires_grad) for t in self.inputs.tensors]
-        self._undo = undo or UndoLog()
+        self._undo = undo = undo or UndoLog()
+        undo.touched.everything |= known.everything
         # Only a backend whose recording run is real needs the log: on a device a copy would be captured.
         log = self._undo if setting.backend.runs_live else None
-        self.watch = Watch(
-            device, given=self.inputs.tensors, strict=True, undo=log, touched=self._undo.touched
-        )
+        self.watch = Watch(device, given=self.inputs.tensors, strict=True, undo=log, touched=undo.touched)
         # A run that is real at each replay deals with gradients and numbers by itself.
         self.numbers = {place.id for place in numbers or ()}
         mine = [] if numbers is None or setting.backend.runs_live else numbers
-        self.step = None if numbers is None else WholeStep(self.before, mine, device)
+        self.step = None if numbers is None else WholeStep(self.before, mine, device, self.watch.touched)
         self.watch.given |= self.step.lent if self.step is not None else set()
         self._versions = Versions(self.inputs.tensors, self.before)
         self._simple = not setting.backend.runs_live and self.patterns is None and self.step is None
@@ -119,7 +118,7 @@ class RecordedRun:
     def __call__(self) -> tuple[Any, list[Any]]:
         """Run: the result, and what the run left in fields that it only writes."""
         self.saved = []
-        for earlier in (self.watch.aliases, self.watch.touched.leaves):  # where the run is repeated
+        for earlier in (self.watch.aliases, self.watch.touched.before):  # where the run is repeated
             earlier.clear()
         keeping = nullcontext() if self.patterns is None else saving(self.saved)
         with self.stand_ins.instead():

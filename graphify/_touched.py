@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._code import Executed
@@ -20,58 +21,62 @@ grad_of: Callable[[Tensor], Tensor | None] = _below.__get__
 """Read `.grad` unheard."""
 bind_grad: Callable[[Tensor, Tensor | None], None] = _below.__set__
 """Bind `.grad` unheard."""
+_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 class Touched:
-    """Whose `.grad` a run has to do with: heard where Python names it, told by memory where a backward adds up.
+    """Whose `.grad` a run has to do with, and what it was before: heard where Python names it or a backward adds up.
 
-    Work that no dispatcher sees, as of compiled code, may have to do with `everything`.
+    Of no other leaf is `.grad` as much as read. Race: torch frees what another thread reads while one binds it.
     """
 
-    def __init__(self, *, everything: bool = False) -> None:
-        self.leaves: dict[int, Tensor] = {}
-        self.everything = everything
+    def __init__(self) -> None:
+        self.before: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.everything = False
+        """Whether compiled code ran, which may have to do with whatever is in reach."""
         self.executed: list[Executed] = []
         """The code of its runs."""
         self._used: list[Collection[int]] = []
-        self._made: list[Collection[int]] = []
+        self._reach: list[Tensor] = []
+
+    def within(self, leaves: Iterable[Tensor]) -> None:
+        """Name what is in reach."""
+        self._reach += leaves
+        if self.everything:
+            self.hear_all()
+
+    def see(self, outside: Collection[int], written: Collection[int], executed: Executed) -> None:
+        """Follow what a watch notes: the memory that a run finds outside and writes, and its code."""
+        self._used += (outside, written)
+        self.executed.append(executed)
 
     def hear(self, leaf: Tensor) -> None:
-        """The run is about to read or bind this one's `.grad`."""
-        self.leaves[id(leaf)] = leaf
+        """The run is about to read or change this one's `.grad`."""
+        if id(leaf) not in self.before and leaf.is_leaf:
+            self.before[id(leaf)] = leaf, grad_of(leaf)
 
-    def see(
-        self,
-        outside: Collection[int],
-        written: Collection[int],
-        born: Collection[int],
-        given: Collection[int],
-        executed: Executed,
-    ) -> None:
-        """Follow what a watch notes: the memory that a run finds outside, writes, makes, and is given, and its code."""
-        self.executed.append(executed)
-        self._used += (outside, written)
-        self._made += (outside, born, given)
+    def hear_backward(self) -> None:
+        """The run is inside a backward, which may be about to add to a leaf's `.grad`."""
+        node = _node()
+        if node is not None and hasattr(node, "variable"):
+            self.hear(node.variable)
+
+    def hear_all(self) -> None:
+        """The run is about to do what cannot be heard."""
+        self.everything = True
+        for leaf in self._reach:
+            self.hear(leaf)
 
     def join(self, other: Touched) -> None:
-        """Take over what another run had to do with."""
-        self.leaves.update(other.leaves)
+        """Take it that a run will have to do with what another one had."""
+        for leaf, _ in other.before.values():
+            self.hear(leaf)
         self.everything |= other.everything
         self.executed += other.executed
 
     def uses(self, grad: Tensor) -> bool:
         """Whether the run's device work read or wrote the memory of a gradient that was there before."""
         return self.everything or any(family_key(grad) in memory for memory in self._used)
-
-    def has_to_do_with(self, leaf: Tensor, before: Tensor | None) -> bool:
-        """Whether the run read or changed the `.grad` of this leaf, which was this one before."""
-        if self.everything or id(leaf) in self.leaves or (before is not None and self.uses(before)):
-            return True
-        after = grad_of(leaf) if leaf.is_leaf else None
-        if after is None or after is before:
-            return False
-        key = family_key(after)
-        return any(key in memory for memory in self._made)
 
 
 class _Ears(threading.local):

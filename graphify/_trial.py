@@ -14,7 +14,7 @@ from torch import Tensor
 from ._bystanders import Bystanders
 from ._lazy import hearing_birth, no_birth
 from ._survey import Survey
-from ._touched import bind_grad, grad_of
+from ._touched import bind_grad
 from ._undo import UndoLog
 
 __all__ = ["HostRandomness", "Snapshot", "is_large", "trial"]
@@ -80,17 +80,14 @@ class Snapshot:
         self._host = HostRandomness(device)
         self._state = streams.rng_state([*generators, *survey.generators])
         # One that needs no gradient may come to need one inside.
-        self._grads = [(t, grad_of(t)) for _, t in survey.tensors() if t.is_leaf]
+        self.log.touched.within(t for _, t in survey.tensors() if t.is_leaf)
 
     def undo(self) -> None:
         """Put everything back."""
         self.log.rollback()
         self._survey.restore(Bystanders(self._survey.optimizers, self.log.touched).hold)
-        for tensor, grad in self._grads:
-            # Another thread may have changed what this run did not.
-            if not tensor.is_leaf or self.log.touched.has_to_do_with(tensor, grad):
-                self.log.touched.hear(tensor)
-                bind_grad(tensor, grad)
+        for tensor, grad in self.log.touched.before.values():
+            bind_grad(tensor, grad)
         self._streams.set_rng_state(self._state)
         self._host.restore()
 

@@ -221,7 +221,10 @@ class Verifier:
             if leaf not in self.padded:
                 memory.pop(f"{ARGUMENT}`{path}`", None)
         python = {f"`{c.place.name}`": c.after for c in survey.changes(self._survey(call))}
-        leaves = {f"`{place.name}.grad`": t for place, t in survey.tensors() if t.is_leaf and t.requires_grad}
+        touched = watch.touched.before
+        leaves = {
+            f"`{place.name}.grad`": t for place, t in survey.tensors() if id(t) in touched and t.is_leaf
+        }
         return Left(
             tree,
             tokens,

@@ -90,7 +90,7 @@ class Watch(InfraMode):
         self._tasks = (-1, current_backward())
         self._start = next_node()
         self.touched = touched or (undo.touched if undo is not None else Touched())
-        self.touched.see(self.outside, self.written, self.born, self.given, self.executed)
+        self.touched.see(self.outside, self.written, self.executed)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -125,6 +125,7 @@ class Watch(InfraMode):
             self._look_at(operator, args, kwargs)
         if current_backward() not in self._tasks:
             self.backward = True
+            self.touched.hear_backward()
         born, given, here = self.born, self.given, self._here
         for value in (*args, *kwargs.values()) if kwargs else args:
             if type(value) in PLAIN:
@@ -305,12 +306,10 @@ def watching(watch: Watch, listen: Callable[[Callable[[str], None]], Any]) -> It
         hearing_grads(watch.touched.hear),
         listen(watch.host_read),
         watch,
-        watch.executed.following(),  # last: names that the others load are not the body's
+        # Last: names that the others load are not the body's.
+        watch.executed.following(watch.touched.hear_all),
     ):
-        try:
-            yield watch
-        finally:
-            watch.touched.everything |= watch.executed.everything
+        yield watch
 
 
 @contextmanager

@@ -32,8 +32,11 @@ class WholeStep:
     Make it on the stream of the capture, before it; `numbers` are lent to the run as tensors.
     """
 
-    def __init__(self, survey: Survey, numbers: Sequence[Place], device: torch.device) -> None:
+    def __init__(
+        self, survey: Survey, numbers: Sequence[Place], device: torch.device, touched: Touched
+    ) -> None:
         self._grads = Grads((place.name, tensor) for place, tensor in survey.tensors())
+        touched.within(self._grads.leaves)
         self._lifted = Lifted(numbers, device)
         self._plan = GradPlan()
         self._leaves = [t for _, t in survey.tensors() if t.is_leaf and t.requires_grad]
@@ -51,9 +54,9 @@ class WholeStep:
         """The gradients that the recording leaves: its own buffers."""
         return self._plan.made
 
-    def known(self) -> set[int]:
+    def known(self, touched: Touched) -> set[int]:
         """The memory that is accounted for here: lent numbers, and the gradients there were before."""
-        return self._lifted.families | self._grads.families()
+        return self._lifted.families | self._grads.families(touched)
 
     @contextmanager
     def inside(self, watch: Watch) -> Iterator[None]:
@@ -62,7 +65,7 @@ class WholeStep:
             yield
             self._grads.settle(watch.touched)
 
-    def plan(self, watch: Watch, results: Iterable[Tensor], *, everything: bool) -> bool:
+    def plan(self, watch: Watch, results: Iterable[Tensor]) -> bool:
         """Plan for replays; whether the run used or left a gradient at all.
 
         Raises:
@@ -71,7 +74,6 @@ class WholeStep:
         refused = self._lifted.refused_results(results) or self._unknown(watch)
         if refused is not None:
             raise again(refused)
-        watch.touched.everything |= everything
         self._plan = self._grads.plan(watch.touched, watch.given)
         return self._plan.matters
 

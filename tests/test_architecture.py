@@ -404,6 +404,7 @@ NO_PUBLIC_WAY = {
     "asking autograd where it is": (
         "torch._C._autograd._get_sequence_nr",
         "torch._C._autograd._unsafe_set_version_counter",
+        "torch._C._current_autograd_node",
         "torch._C._current_graph_task_id",
         "torch.autograd.forward_ad._current_level",
     ),

@@ -33,6 +33,14 @@ def equal(left: Any, right: Any) -> bool:
     return len(left) == len(right) and all(map(equal, left, right))
 
 
+def unheard(grads: Grads) -> Touched:
+    """A run that is about to do what cannot be heard."""
+    touched = Touched()
+    touched.within(grads.leaves)
+    touched.hear_all()
+    return touched
+
+
 Between = Callable[[int, nn.Module, torch.optim.Optimizer], None]
 
 
@@ -268,7 +276,8 @@ class TestNothingToDo:
         """Where the device work was not seen, the memory of every gradient counts."""
         model = net()
         loss_of(model, torch.randn(2, 4)).backward()
-        plan = Grads(model.named_parameters()).plan(Touched(everything=True))
+        grads = Grads(model.named_parameters())
+        plan = grads.plan(unheard(grads))
         model.get_parameter("0.weight").grad = torch.zeros(5, 4)
 
         assert not plan.holds()
@@ -317,10 +326,11 @@ class TestRefused:
         """A sparse gradient is refused."""
         table = nn.Embedding(5, 3, sparse=True)
         grads = Grads(table.named_parameters())
+        touched = unheard(grads)
         table(torch.tensor([1, 2])).sum().backward()
 
         with pytest.raises(CaptureError, match=r"`weight\.grad` is a sparse tensor"):
-            grads.plan(Touched(everything=True))
+            grads.plan(touched)
 
     def test_a_gradient_of_an_argument(self) -> None:
         """An argument that a backward inside reaches is refused with what to write."""

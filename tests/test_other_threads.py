@@ -326,14 +326,14 @@ class TestHearing:
         with hearing_grads(touched.hear):
             assert Tensor.grad is own
             in_another_thread(named)
-            assert not touched.leaves
+            assert not touched.before
             assert leaf.grad is not None
-            assert [*touched.leaves.values()] == [leaf]
+            assert [t for t, _ in touched.before.values()] == [leaf]
         assert "grad" not in vars(Tensor)
         for name in (named, lambda: delattr(leaf, "grad"), lambda: setattr(leaf, "grad", None)):
             touched = Touched()
             with hearing_grads(touched.hear):
                 name()
-            assert touched.leaves
+            assert touched.before
         with hearing_grads(touched.hear), pytest.raises(TypeError, match="expected to be a Tensor or None"):
             leaf.grad = 1  # type: ignore[assignment]
