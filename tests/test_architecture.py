@@ -67,8 +67,8 @@ FLOORS: Mapping[int, tuple[str, ...]] = {
     ),
     2: (
         *(
-            "_classes",
             "_bystanders",
+            "_classes",
             "_found",
             "_grads",
             "_guards",
