@@ -217,10 +217,18 @@ def _arguments(steps: Sequence[_Step], at: int) -> list[tuple[_Step, ...]] | Non
         if steps[i].jumps:
             return None
         if depth <= below:
-            ends = steps[i].name in _CALLS and depth == (below if steps[i].name == "PRECALL" else 1)
+            left = {below} if steps[i].name == "PRECALL" else {1, 1 - _has_null_below(steps, at)}
+            ends = steps[i].name in _CALLS and depth in left
             return _split(steps[first:i], depths, below) if ends else None
         depths.append(depth)
     return None
+
+
+def _has_null_below(steps: Sequence[_Step], at: int) -> bool:
+    """Whether the call takes a null that was pushed before the function, as Python 3.11 and 3.12 do."""
+    before = steps[max(at - 2, 0) : at]
+    by_attribute = steps[at].name == "LOAD_ATTR" and bool(before) and before[-1].effect == 2
+    return by_attribute or any(step.name == "PUSH_NULL" for step in before)
 
 
 def _split(steps: Sequence[_Step], depths: Sequence[int], below: int) -> list[tuple[_Step, ...]]:
