@@ -11,6 +11,7 @@ import torch
 
 from ._code import Executed
 from ._guards import Guard, Miss
+from ._raw import is_a
 from ._survey import Survey
 from .errors import CaptureError
 
@@ -59,8 +60,8 @@ def _unmet(forward: Executed, backward: Executed, survey: Survey) -> Iterator[Fu
     One that the forward made is a new one at each call, of what that call had.
     """
     made = {id(inner) for code, _ in forward.codes.values() for inner in code.co_consts}
-    met = {id(f.__code__) for f in survey.seen.values() if isinstance(f, FunctionType)}
+    met = {id(f.__code__) for f in survey.seen.values() if is_a(f, FunctionType)}
     codes: list[CodeType] = [code for code, _ in backward.scopes() if code.co_freevars]
     codes = [code for code in codes if id(code) not in made | met]
     holders = gc.get_referrers(*codes) if codes else []
-    return (f for f in holders if isinstance(f, FunctionType))
+    return (f for f in holders if is_a(f, FunctionType))

@@ -11,7 +11,7 @@ from typing import Any
 
 from ._code import Executed
 from ._places import Place
-from ._raw import member_of
+from ._raw import is_a, member_of
 
 __all__ = [
     "SKIPPED_PACKAGES",
@@ -37,14 +37,14 @@ def user_bases(cls: type) -> Iterator[type]:
 
 def slots_of(cls: type, base: type) -> list[str]:
     """The attributes of a class's instances that live in slots which this base made."""
-    found = ((name, value) for name, value in vars(base).items() if isinstance(value, MemberDescriptorType))
+    found = ((name, value) for name, value in vars(base).items() if is_a(value, MemberDescriptorType))
     return [name for name, value in found if member_of(cls, name) is value]
 
 
 def defined_names(cls: type) -> list[str]:
     """What a class defines that code may look up by name."""
     hidden = (MemberDescriptorType, GetSetDescriptorType)
-    found = ((name, value) for name, value in vars(cls).items() if not isinstance(value, hidden))
+    found = ((name, value) for name, value in vars(cls).items() if not is_a(value, hidden))
     return [name for name, value in found if not name.startswith("__")]
 
 
@@ -60,18 +60,18 @@ def _heard(value: Any, executed: Executed) -> bool:
 
 def functions_behind(value: Any) -> Iterator[FunctionType]:
     """The functions that an attribute of a class calls."""
-    if isinstance(value, property):
+    if is_a(value, property):
         found = [value.fget, value.fset, value.fdel]
-    elif isinstance(value, (functools.cached_property, functools.partialmethod)):
+    elif is_a(value, (functools.cached_property, functools.partialmethod)):
         found = [value.func]
     else:
-        found = [value.__func__ if isinstance(value, (classmethod, staticmethod)) else value]
-    return (function for function in found if isinstance(function, FunctionType))
+        found = [value.__func__ if is_a(value, (classmethod, staticmethod)) else value]
+    return (function for function in found if is_a(function, FunctionType))
 
 
 def class_of(value: Any, name: str, *, held: bool) -> list[Place]:
     """The place of an object's class, where `value.__class__ = ...` may change it; what nothing holds is not kept alive."""
-    if type(value).__flags__ & _KINDS_OF_CLASS != _CHANGEABLE or isinstance(value, type):
+    if type(value).__flags__ & _KINDS_OF_CLASS != _CHANGEABLE or is_a(value, type):
         return []
     if held:
         return [Place(value, "__class__", "type", f"type({name})")]

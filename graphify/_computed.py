@@ -15,6 +15,8 @@ from functools import cache, partial
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
+from ._raw import is_a
+
 __all__ = ["Computed", "computed_by", "names_in", "names_of_getter", "reads_any_name"]
 
 _BY_NAME = (getattr, hasattr, setattr, delattr)
@@ -158,7 +160,7 @@ def _resolve(path: tuple[str, ...], code: CodeType, scope: dict[str, Any]) -> An
         local = _IMPORTED & {name.partition(".")[0] for name in imports}
         return _HOMES.get(path[-1]) if local else None
     for name in rest:
-        value = getattr(value, name, None) if isinstance(value, ModuleType) else None
+        value = getattr(value, name, None) if is_a(value, ModuleType) else None
     return value
 
 

@@ -196,7 +196,7 @@ class Found:
     def size(self, container: Any, name: str, *, listed: bool = True) -> None:
         """Note what a list or a dict holds; `listed`: its length and order, too, are what code reads."""
         self.seen[id(container)] = container
-        if not isinstance(container, tuple):
+        if not is_a(container, tuple):
             self.hold(container, name if listed else "")
             self.sizes.append((container, len(container), name))
 

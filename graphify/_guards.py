@@ -51,7 +51,7 @@ class Guard:
         device: torch.device,
     ) -> None:
         kept = [(p, v) for key, (p, v) in survey.places.items() if key not in written]
-        self.places = [(p, v) for p, v in kept if not isinstance(p.container, tuple)]
+        self.places = [(p, v) for p, v in kept if not is_a(p.container, tuple)]
         tensors = once([v for _, v in kept if is_a(v, Tensor)] + list(outside))
         # Others have no address.
         self.tensors = [t for t in tensors if t.layout is torch.strided and not is_lazy(t)]
@@ -68,7 +68,7 @@ class Guard:
         for i, (place, expected) in enumerate(self.places):
             now = place.read()
             if not same(now, expected):
-                moved = isinstance(expected, Tensor) and isinstance(now, Tensor)
+                moved = is_a(expected, Tensor) and is_a(now, Tensor)
                 return Miss(place.name, expected, now, moved, place.id)
             self.places[i] = (place, now)
         for container, size, name in self.sizes:
@@ -182,7 +182,7 @@ def find_place(tensor: Tensor, ignore: Iterable[Any]) -> Place | None:
     """Where Python holds a tensor that no survey met, found through the garbage collector."""
     skipped = {id(x) for x in ignore}
     for holder in gc.get_referrers(tensor):
-        if isinstance(holder, CellType):
+        if is_a(holder, CellType):
             return Place(holder, "", "cell", "a closure variable")
         held = _dict_of(holder)
         key = None if held is None or id(held) in skipped else _key_of(tensor, held)
@@ -222,6 +222,6 @@ def _literal(key: Any, i: int) -> str:
 
 
 def _brief(value: Any) -> str:
-    if isinstance(value, type):
-        return value.__qualname__
+    if is_a(value, type):
+        return str(value.__qualname__)
     return repr(value) if is_plain(value) else f"another {type(value).__name__}"

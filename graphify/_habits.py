@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._auto import Watcher
 from ._entry import Entry, Refusal, Table
+from ._raw import is_a
 from ._tree import Tree
 
 __all__ = ["Habits"]
@@ -116,7 +117,7 @@ class Habits:
 
     def count_value(self, where: tuple[Any, ...], value: Any, name: str) -> None:
         """Many values of one number are the sign of a number that should be a tensor."""
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
+        if not is_a(value, (int, float)) or is_a(value, bool):
             return
         seen = self._values.setdefault(where, set())
         if len(seen) < _MANY_VALUES:

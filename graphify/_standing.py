@@ -15,6 +15,7 @@ from torch import Tensor
 from ._code import Executed, is_library, names_of
 from ._guards import Guard
 from ._layout import family_key
+from ._raw import is_a
 from ._survey import Survey
 
 __all__ = ["Surveys"]
@@ -108,7 +109,7 @@ class _Standing:
         self._ordered = [(d, [*OrderedDict.keys(d)]) for d in self._dicts if isinstance(d, OrderedDict)]
         whole = {id(c) for c in containers}
         places = (held for held in survey.places.values() if id(held[0].container) not in whole)
-        self._loose = [(p, value) for p, value in places if not isinstance(p.container, tuple)]
+        self._loose = [(p, value) for p, value in places if not is_a(p.container, tuple)]
         self._strided = [t for t, _, facts in survey.tensor_facts if facts.form is not None]
         self._others = [(t, facts) for t, _, facts in survey.tensor_facts if facts.form is None]
         self._flags, self._forms = [*map(_FLAGS, self._strided)], [*self._all_forms()]

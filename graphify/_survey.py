@@ -227,7 +227,7 @@ class Survey(Found):
         self.add_all(Place(value, key, "item", item_name(name, key)) for key, _ in [*items_of(value)])
 
     def _walk_sequence(self, value: Sequence[Any], name: str) -> None:
-        if len(value) > _BULK and all(map(is_plain, value)) and not isinstance(value, tuple):
+        if len(value) > _BULK and all(map(is_plain, value)) and not is_a(value, tuple):
             self._walk_whole(value, name)
             return
         self.size(value, name)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import sys
 from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+from ._classes import functions_behind
 from ._code import Executed, names_of
 from ._computed import names_of_getter, reads_any_name
+from ._raw import is_a
 
 __all__ = ["Unnamed"]
 
@@ -41,12 +42,12 @@ class Unnamed:
     def globals(self) -> Iterator[tuple[dict[str, Any], str]]:
         """The places of namespaces that the code looks into as a whole."""
         held = ((scope, name, value) for scope in self._scopes for name, value in [*scope.items()])
-        return ((s, n) for s, n, v in held if not n.startswith("__") and not isinstance(v, ModuleType))
+        return ((s, n) for s, n, v in held if not n.startswith("__") and not is_a(v, ModuleType))
 
     def modules(self) -> list[ModuleType]:
         """All modules, where the code looks for one by name."""
         found: list[Any] = [*sys.modules.values()] if self._modules else []
-        return [module for module in found if isinstance(module, ModuleType)]
+        return [module for module in found if is_a(module, ModuleType)]
 
     def of_module(self, module: ModuleType, *, everywhere: bool) -> set[str]:
         """The names of a module that count, whether or not they are known."""
@@ -55,17 +56,17 @@ class Unnamed:
             self.whole.add(id(scope))
             return {*scope}
         state = everywhere and not self._everything
-        return {name for name, value in [*scope.items()] if not isinstance(value, _CODE)} if state else set()
+        return {name for name, value in [*scope.items()] if not is_a(value, _CODE)} if state else set()
 
     def reads_all(self, holder: Any) -> bool:
         """Whether all names of an object or class count: code that computes them is one of its methods."""
         return id(holder) in self._objects or (
-            bool(self._owned) and self._is_owner(holder if isinstance(holder, type) else type(holder))
+            bool(self._owned) and self._is_owner(holder if is_a(holder, type) else type(holder))
         )
 
     def meet(self, getter: Any, known: frozenset[str] | None) -> None:
         """Take note of a function that looks up names."""
-        if isinstance(getter, (operator.attrgetter, operator.methodcaller)):
+        if is_a(getter, (operator.attrgetter, operator.methodcaller)):
             self.names |= names_of_getter(getter) - (known or frozenset())
         else:
             self.anywhere = self.anywhere or reads_any_name(getter)
@@ -97,20 +98,13 @@ class Unnamed:
 
 def _functions_of(value: Any) -> Iterator[FunctionType]:
     """The functions behind an attribute of a class, whose first argument is an instance or the class."""
-    if isinstance(value, property):
-        found = [value.fget, value.fset, value.fdel]
-    elif isinstance(value, functools.cached_property):
-        found = [value.func]
-    else:
-        found = [value.__func__ if isinstance(value, classmethod) else value]
-    while found:
-        function = found.pop()
-        if isinstance(function, FunctionType):
-            yield function
-            found.append(function.__dict__.get("__wrapped__"))
+    found = [] if is_a(value, staticmethod) else [*functions_behind(value)]
+    for function in found:
+        yield function
+        found += functions_behind(function.__dict__.get("__wrapped__"))
 
 
 def _known_functions(executed: Executed) -> dict[int, Any]:
     scopes = ((names_of(code).scope, scope) for code, scope in executed.scopes())
     values = (scope.get(name) for names, scope in scopes for name in names)
-    return {id(v): v for v in values if isinstance(v, BuiltinFunctionType) and reads_any_name(v)}
+    return {id(v): v for v in values if is_a(v, BuiltinFunctionType) and reads_any_name(v)}

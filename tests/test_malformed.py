@@ -360,7 +360,7 @@ RECORDED = [
         "seeds",
         lambda b: b.graphify(seeds).capture(b.data()),
         CaptureError,
-        "enerator",  # as the tape says it, or torch's CUDAGeneratorImpl
+        "`torch.manual_seed` is called inside",
     ),
 ]
 
