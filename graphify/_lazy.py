@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
@@ -20,25 +19,9 @@ class LazyError(CaptureError):
     """A run that was to leave no trace was the first of a lazy module."""
 
 
-class _Ears(threading.local):
-    """The listeners of this thread, outermost first."""
-
-    def __init__(self) -> None:
-        self.listeners: list[Callable[[], None]] = []
-
-
-_ears = _Ears()
-
-
-@contextmanager
-def hearing_birth(hear: Callable[[], None]) -> Iterator[None]:
+def hearing_birth(hear: Callable[[], None]) -> AbstractContextManager[None]:
     """Call `hear` when this thread is about to give a lazy parameter its memory; it may raise, and then it has none."""
-    _ears.listeners.append(hear)
-    try:
-        with _shadows.cast():
-            yield
-    finally:
-        _ears.listeners.pop()
+    return _shadows.hearing(hear)
 
 
 def no_birth() -> None:
@@ -57,8 +40,7 @@ def no_birth() -> None:
 
 def _heard(original: Callable[..., Any]) -> Callable[..., Any]:
     def materialize(*args: Any, **kwargs: Any) -> Any:
-        for hear in _ears.listeners:
-            hear()
+        _shadows.tell()
         return original(*args, **kwargs)
 
     return materialize

@@ -13,14 +13,22 @@ __all__ = ["Shadows", "shadow"]
 Restore = Callable[[], None]
 
 
+class _Ears(threading.local):
+    """The listeners of this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[..., None]] = []
+
+
 class Shadows:
-    """Some methods, shadowed as long as anybody is inside `cast()`, whatever the thread."""
+    """Some methods, shadowed as long as anybody is inside `cast()` or `hearing()`, whatever the thread."""
 
     def __init__(self, install: Callable[[], Iterable[Restore]]) -> None:
         self._install = install
         self._lock = threading.Lock()
         self._inside = 0
         self._restorers: list[Restore] = []
+        self._ears = _Ears()
 
     @contextmanager
     def cast(self) -> Iterator[None]:
@@ -36,6 +44,21 @@ class Shadows:
                 self._inside -= 1
                 while not self._inside and self._restorers:
                     self._restorers.pop()()
+
+    @contextmanager
+    def hearing(self, hear: Callable[..., None]) -> Iterator[None]:
+        """Shadow them inside, and let `hear` hear what they tell on this thread; it may raise."""
+        self._ears.listeners.append(hear)
+        try:
+            with self.cast():
+                yield
+        finally:
+            self._ears.listeners.pop()
+
+    def tell(self, *what: Any) -> None:
+        """Call all who listen on this thread: what a shadow does first."""
+        for hear in self._ears.listeners:
+            hear(*what)
 
 
 def shadow(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Restore:

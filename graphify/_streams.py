@@ -27,34 +27,14 @@ _ROWS: tuple[Any, ...] = ([], (), "", "\u00e9", b"")
 ITERATORS = (*{type(iter(row)) for row in _ROWS}, type(reversed([])))
 """Those that tell how far they have come, and can be put back."""
 
-_LAZY = (
-    *(
-        "accumulate",
-        "batched",
-        "chain",
-        "combinations",
-        "combinations_with_replacement",
-        "compress",
-        "count",
-        "cycle",
-    ),
-    *(
-        "dropwhile",
-        "filterfalse",
-        "groupby",
-        "islice",
-        "pairwise",
-        "permutations",
-        "product",
-        "starmap",
-        "takewhile",
-    ),
-    *("zip_longest", "_tee"),
-)
+_LAZY = [
+    kind for kind in vars(itertools).values() if isinstance(kind, type) and kind.__module__ == "itertools"
+]
+_LAZY.remove(itertools.repeat)  # which has the same at each asking
 _VIEWS: tuple[Any, ...] = ({}, {}.values(), {}.items(), set(), range(0), range(2**70))
 _TURNED: tuple[Any, ...] = ({}, {}.values(), {}.items())
 BLIND: tuple[Any, ...] = (
-    *(getattr(itertools, name) for name in _LAZY if hasattr(itertools, name)),
+    *_LAZY,
     *(enumerate, filter, map, reversed, zip, GeneratorType, type(iter(int, 1))),
     *(type(iter(view)) for view in _VIEWS),
     *(type(reversed(view)) for view in _TURNED),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -79,25 +78,9 @@ class Touched:
         return self.everything or any(family_key(grad) in memory for memory in self._used)
 
 
-class _Ears(threading.local):
-    """The listeners of this thread, innermost last."""
-
-    def __init__(self) -> None:
-        self.listeners: list[Callable[[Tensor], None]] = []
-
-
-_ears = _Ears()
-
-
-@contextmanager
-def hearing_grads(hear: Callable[[Tensor], None]) -> Iterator[None]:
+def hearing_grads(hear: Callable[[Tensor], None]) -> AbstractContextManager[None]:
     """Call `hear` with each tensor whose `.grad` Python code on this thread is about to read or bind."""
-    _ears.listeners.append(hear)
-    try:
-        with _shadows.cast():
-            yield
-    finally:
-        _ears.listeners.pop()
+    return _shadows.hearing(hear)
 
 
 class _Heard:
@@ -109,20 +92,16 @@ class _Heard:
     def __get__(self, tensor: Tensor | None, owner: Any = None) -> Any:
         if tensor is None:
             return self._original
-        self._tell(tensor)
+        _shadows.tell(tensor)
         return self._original.__get__(tensor, owner)
 
     def __set__(self, tensor: Tensor, grad: Any) -> None:
-        self._tell(tensor)
+        _shadows.tell(tensor)
         self._original.__set__(tensor, grad)
 
     def __delete__(self, tensor: Tensor) -> None:
-        self._tell(tensor)
+        _shadows.tell(tensor)
         self._original.__delete__(tensor)
-
-    def _tell(self, tensor: Tensor) -> None:
-        for hear in _ears.listeners:
-            hear(tensor)
 
 
 _shadows = Shadows(lambda: [shadow(Tensor, "grad", _Heard)])

@@ -26,234 +26,143 @@ import graphify
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "graphify"
 
-FLOORS: Mapping[int, tuple[str, ...]] = {
-    0: ("errors",),
-    1: (
-        *(
-            "_ambient",
-            "_arrivals",
-            "_auto",
-            "_axes",
-            "_binding",
-            "_code",
-            "_collection",
-            "_computed",
-            "_constants",
-            "_cuts",
-            "_detaching",
-            "_flats",
-            "_following",
-            "_forms",
-            "_gate",
-            "_hooks",
-            "_illegal",
-            "_layout",
-            "_lazy",
-            "_mode",
-        ),
-        *("_nearness", "_padding", "_paths", "_pulled", "_raw", "_rules", "_shadows"),
-        *(
-            "_signature",
-            "_specification",
-            "_specs",
-            "_stand_ins",
-            "_streams",
-            "_tree",
-            "_tree_code",
-            "buckets",
-            "stats",
-        ),
-        "_touched",
-    ),
-    2: (
-        *(
-            "_bystanders",
-            "_classes",
-            "_found",
-            "_grads",
-            "_guards",
-            "_lifted",
-            "_operators",
-            "_optimizers",
-            "_places",
-            "_pool",
-            "_standing",
-            "_survey",
-            "_trial",
-            "_trust",
-            "_undo",
-            "_unnamed",
-            "_wholes",
-        ),
-        *("_composite", "_ends", "_watch"),
-    ),
-    3: (
-        *(
-            "_causes",
-            "_inputs",
-            "_left",
-            "_marks",
-            "_material",
-            "_options",
-            "_repeats",
-            "_results",
-            "_saved",
-            "_whole_step",
-            "backends",
-            "backends._cuda_copies",
-        ),
-        *("backends._cuda_capture", "backends._cuda_driver", "backends._cuda_loans"),
-        *("backends._host_reads", "backends._memory", "backends._rng"),
-        "backends._tape_record",
-        *("backends._tape_steps", "backends.base", "backends.cuda", "backends.eager", "backends.tape"),
-    ),
-    4: (
-        *("_autograd", "_backwards", "_baked", "_cut_plan", "_entry", "_fitted", "_graph", "_instances"),
-        *("_record", "_recorded_run", "_turns", "_verdicts"),
-    ),
-    5: (
-        *("_ahead", "_entries", "_exacts", "_habits", "_lessons", "_life", "_numbers", "_plain", "_proofs"),
-        *("_gradients", "_proof_runs", "_recorder", "_rehearsal", "_sized", "_sizes", "_untried", "_verify"),
-        "_alike",
-    ),
-    6: ("_call_path", "_check", "_compiled", "_controls", "_decorate", "_method", "_module", "_wrapper"),
-    7: (
-        *("__init__", "__main__", "_demo", "_demo_models", "_doctor", "testing", "testing._acts"),
-        *("testing._changes", "testing._checks", "testing._compare", "testing._data", "testing._grammar"),
-        *("testing._leaves", "testing._matching", "testing._programs", "testing._sequences"),
-        *("testing._stateful", "testing._statements", "testing._strategies", "testing._trainable"),
-        *("testing._training", "testing._twins", "testing._witness", "testing._worlds", "testing._writer"),
-    ),
+
+def _named(text: str) -> Mapping[str, tuple[str, ...]]:
+    """Rows such as "name: others", which may go on in lines that are indented."""
+    rows = (row.partition(":") for row in re.split(r"\n(?=\S)", text.strip()))
+    return {name: tuple(others.split()) for name, _, others in rows}
+
+
+FLOORS = {
+    int(floor): modules
+    for floor, modules in _named("""
+0: errors
+1: _ambient _arrivals _auto _axes _binding _code _collection _computed _constants _cuts _detaching _flats
+    _following _forms _gate _hooks _illegal _layout _lazy _mode _nearness _padding _paths _pulled _raw _rules
+    _shadows _signature _specification _specs _stand_ins _streams _touched _tree _tree_code buckets stats
+2: _bystanders _classes _composite _ends _found _grads _guards _lifted _operators _optimizers _places _pool
+    _standing _survey _trial _trust _undo _unnamed _watch _wholes
+3: _causes _inputs _left _marks _material _options _repeats _results _saved _whole_step backends
+    backends._cuda_capture backends._cuda_copies backends._cuda_driver backends._cuda_loans
+    backends._host_reads backends._memory backends._rng backends._tape_record backends._tape_steps
+    backends.base backends.cuda backends.eager backends.tape
+4: _autograd _backwards _baked _cut_plan _entry _fitted _graph _instances _record _recorded_run _turns
+    _verdicts
+5: _ahead _alike _entries _exacts _gradients _habits _lessons _life _numbers _plain _proof_runs _proofs
+    _recorder _rehearsal _sized _sizes _untried _verify
+6: _call_path _check _compiled _controls _decorate _method _module _wrapper
+7: __init__ __main__ _demo _demo_models _doctor testing testing._acts testing._changes testing._checks
+    testing._compare testing._data testing._grammar testing._leaves testing._matching testing._programs
+    testing._sequences testing._stateful testing._statements testing._strategies testing._trainable
+    testing._training testing._twins testing._witness testing._worlds testing._writer
+""").items()
 }
 FLOOR_OF = {module: floor for floor, modules in FLOORS.items() for module in modules}
 
-ALONG: Mapping[str, tuple[str, ...]] = {
-    "_ambient": ("_hooks",),
-    "_auto": ("_axes", "_specification", "buckets"),
-    "_axes": ("buckets",),
-    "_code": ("_computed", "_following"),
-    "_computed": ("_raw",),
-    "_detaching": ("_shadows",),
-    "_stand_ins": ("_touched",),
-    "_touched": ("_code", "_layout", "_shadows"),
-    "_arrivals": ("_pulled",),
-    "_gate": ("_ambient", "_arrivals", "_pulled"),
-    "_paths": ("_code", "_following"),
-    "_pulled": ("_ambient", "_layout"),
-    "_specification": ("_axes", "buckets"),
-    "_flats": ("_layout",),
-    "_forms": ("_layout", "_rules"),
-    "_cuts": ("_forms", "_padding", "_rules"),
-    "_lazy": ("_code", "_shadows"),
-    "_padding": ("_axes", "_layout", "_specification"),
-    "_specs": ("_ambient",),
-    "_tree_code": ("_constants",),
-    "_tree": ("_constants", "_tree_code"),
-    "_signature": ("_ambient", "_constants", "_specs", "_tree"),
-    "_wholes": ("_places",),
-    "_guards": ("_places", "_survey"),
-    "_found": ("_places",),
-    "_classes": ("_places",),
-    "_unnamed": ("_classes",),
-    "_survey": ("_classes", "_found", "_places", "_unnamed", "_wholes"),
-    "_standing": ("_guards", "_survey"),
-    "_grads": ("_guards",),
-    "_lifted": ("_places", "_undo"),
-    "_optimizers": ("_lifted", "_places"),
-    "_trial": ("_bystanders", "_survey", "_undo"),
-    "_bystanders": ("_optimizers", "_places"),
-    "_composite": ("_undo",),
-    "_operators": ("_composite", "_undo"),
-    "_watch": ("_composite", "_operators", "_optimizers", "_undo"),
-    "_inputs": ("backends.base",),
-    "_marks": ("_material",),
-    "_results": ("backends.base",),
-    "backends": ("backends.base", "backends.cuda", "backends.eager", "backends.tape"),
-    "backends._host_reads": ("backends.base",),
-    "backends._memory": ("backends.base",),
-    "backends._tape_steps": ("backends._memory",),
-    "backends._tape_record": ("backends._memory", "backends._rng", "backends._tape_steps"),
-    "backends._cuda_capture": ("backends._cuda_driver",),
-    "backends._cuda_copies": ("backends._cuda_driver", "backends.base"),
-    "backends._cuda_loans": ("backends._memory", "backends.base"),
-    "backends.cuda": (
-        *("backends._cuda_capture", "backends._cuda_copies", "backends._cuda_driver"),
-        *("backends._cuda_loans", "backends._host_reads", "backends.base"),
-    ),
-    "backends.eager": ("backends._host_reads", "backends._memory", "backends._rng", "backends.base"),
-    "backends.tape": (
-        *("backends._host_reads", "backends._memory", "backends._rng"),
-        *("backends._tape_record", "backends._tape_steps", "backends.base"),
-    ),
-    "_backwards": ("_baked", "_graph"),
-    "_autograd": ("_backwards", "_baked", "_graph", "_turns"),
-    "_instances": ("_graph",),
-    "_record": ("_autograd", "_graph", "_recorded_run", "_verdicts"),
-    "_recorded_run": ("_autograd", "_graph", "_verdicts"),
-    "_entry": ("_autograd", "_graph", "_instances"),
-    "_cut_plan": ("_graph",),
-    "_fitted": ("_cut_plan", "_graph"),
-    "_lessons": ("_entries", "_numbers", "_plain"),
-    "_recorder": ("_entries", "_habits", "_lessons", "_plain", "_verify"),
-    "_rehearsal": ("_recorder",),
-    "_life": ("_entries", "_habits", "_lessons", "_plain", "_recorder"),
-    "_ahead": ("_entries", "_life", "_rehearsal", "_sized", "_sizes"),
-    "_exacts": ("_lessons",),
-    "_proof_runs": ("_exacts", "_gradients", "_lessons"),
-    "_proofs": ("_exacts", "_lessons", "_proof_runs"),
-    "_sizes": ("_alike", "_exacts", "_life", "_proofs", "_rehearsal", "_sized", "_untried"),
-    "_untried": ("_life",),
-    "_verify": ("_gradients",),
-    "_check": ("_method", "_module"),
-    "_wrapper": ("_call_path",),
-    "_controls": ("_wrapper",),
-    "_method": ("_controls", "_wrapper"),
-    "_module": ("_compiled", "_controls", "_method", "_wrapper"),
-    "_decorate": ("_method", "_module", "_wrapper"),
-    "_demo": ("_demo_models",),
-    "__main__": ("_demo", "_doctor"),
-    "testing._worlds": ("testing._checks", "testing._compare"),
-    "testing._data": ("testing._checks", "testing._worlds"),
-    "testing._twins": ("testing._checks", "testing._witness", "testing._worlds"),
-    "testing._leaves": ("testing._compare", "testing._twins", "testing._worlds"),
-    "testing._acts": ("testing._checks", "testing._data", "testing._leaves", "testing._twins"),
-    "testing._strategies": ("testing._checks", "testing._data"),
-    "testing._programs": ("testing._checks", "testing._strategies"),
-    "testing._changes": ("testing._checks", "testing._data", "testing._programs"),
-    "testing._writer": ("testing._programs", "testing._strategies"),
-    "testing._stateful": ("testing._writer",),
-    "testing._statements": ("testing._stateful", "testing._writer"),
-    "testing._trainable": ("testing._writer",),
-    "testing._grammar": (
-        "testing._checks",
-        *("testing._programs", "testing._statements", "testing._strategies", "testing._trainable"),
-        "testing._writer",
-    ),
-    "testing._sequences": (
-        *("testing._changes", "testing._checks", "testing._data", "testing._programs", "testing._strategies"),
-        *("testing._twins", "testing._worlds"),
-    ),
-    "testing._training": (
-        *("testing._acts", "testing._changes", "testing._checks", "testing._data", "testing._programs"),
-        *("testing._sequences", "testing._strategies", "testing._twins"),
-    ),
-    "testing._matching": (
-        *(
-            "__init__",
-            "testing._checks",
-            "testing._compare",
-            "testing._leaves",
-            "testing._twins",
-            "testing._witness",
-        ),
-        "testing._worlds",
-    ),
-    "testing": (
-        *("testing._acts", "testing._changes", "testing._data", "testing._grammar", "testing._matching"),
-        *("testing._programs", "testing._sequences", "testing._strategies", "testing._training"),
-        *("testing._twins", "testing._worlds"),
-    ),
-}
+ALONG = _named("""
+__main__: _demo _doctor
+_ahead: _entries _life _rehearsal _sized _sizes
+_ambient: _hooks
+_arrivals: _pulled
+_auto: _axes _specification buckets
+_autograd: _backwards _baked _graph _turns
+_axes: buckets
+_backwards: _baked _graph
+_bystanders: _optimizers _places
+_check: _method _module
+_classes: _places
+_code: _computed _following
+_composite: _undo
+_computed: _raw
+_controls: _wrapper
+_cut_plan: _graph
+_cuts: _forms _padding _rules
+_decorate: _method _module _wrapper
+_demo: _demo_models
+_detaching: _shadows
+_entry: _autograd _graph _instances
+_exacts: _lessons
+_fitted: _cut_plan _graph
+_flats: _layout
+_forms: _layout _rules
+_found: _places
+_gate: _ambient _arrivals _pulled
+_grads: _guards
+_guards: _places _survey
+_inputs: backends.base
+_instances: _graph
+_lazy: _code _shadows
+_lessons: _entries _numbers _plain
+_life: _entries _habits _lessons _plain _recorder
+_lifted: _places _undo
+_marks: _material
+_method: _controls _wrapper
+_module: _compiled _controls _method _wrapper
+_operators: _composite _undo
+_optimizers: _lifted _places
+_padding: _axes _layout _specification
+_paths: _code _following
+_proof_runs: _exacts _gradients _lessons
+_proofs: _exacts _lessons _proof_runs
+_pulled: _ambient _layout
+_record: _autograd _graph _recorded_run _verdicts
+_recorded_run: _autograd _graph _verdicts
+_recorder: _entries _habits _lessons _plain _verify
+_rehearsal: _recorder
+_results: backends.base
+_signature: _ambient _constants _specs _tree
+_sizes: _alike _exacts _life _proofs _rehearsal _sized _untried
+_specification: _axes buckets
+_specs: _ambient
+_stand_ins: _touched
+_standing: _guards _survey
+_survey: _classes _found _places _unnamed _wholes
+_touched: _code _layout _shadows
+_tree: _constants _tree_code
+_tree_code: _constants
+_trial: _bystanders _survey _undo
+_unnamed: _classes
+_untried: _life
+_verify: _gradients
+_watch: _composite _operators _optimizers _undo
+_wholes: _places
+_wrapper: _call_path
+backends: backends.base backends.cuda backends.eager backends.tape
+backends._cuda_capture: backends._cuda_driver
+backends._cuda_copies: backends._cuda_driver backends.base
+backends._cuda_loans: backends._memory backends.base
+backends._host_reads: backends.base
+backends._memory: backends.base
+backends._tape_record: backends._memory backends._rng backends._tape_steps
+backends._tape_steps: backends._memory
+backends.cuda: backends._cuda_capture backends._cuda_copies backends._cuda_driver backends._cuda_loans
+    backends._host_reads backends.base
+backends.eager: backends._host_reads backends._memory backends._rng backends.base
+backends.tape: backends._host_reads backends._memory backends._rng backends._tape_record backends._tape_steps
+    backends.base
+testing: testing._acts testing._changes testing._data testing._grammar testing._matching testing._programs
+    testing._sequences testing._strategies testing._training testing._twins testing._worlds
+testing._acts: testing._checks testing._data testing._leaves testing._twins
+testing._changes: testing._checks testing._data testing._programs
+testing._data: testing._checks testing._worlds
+testing._grammar: testing._checks testing._programs testing._statements testing._strategies testing._trainable
+    testing._writer
+testing._leaves: testing._compare testing._twins testing._worlds
+testing._matching: __init__ testing._checks testing._compare testing._leaves testing._twins testing._witness
+    testing._worlds
+testing._programs: testing._checks testing._strategies
+testing._sequences: testing._changes testing._checks testing._data testing._programs testing._strategies
+    testing._twins testing._worlds
+testing._stateful: testing._writer
+testing._statements: testing._stateful testing._writer
+testing._strategies: testing._checks testing._data
+testing._trainable: testing._writer
+testing._training: testing._acts testing._changes testing._checks testing._data testing._programs
+    testing._sequences testing._strategies testing._twins
+testing._twins: testing._checks testing._witness testing._worlds
+testing._worlds: testing._checks testing._compare
+testing._writer: testing._programs testing._strategies
+""")
 """The imports along a floor that are meant."""
 
 Sources = Mapping[str, str]
