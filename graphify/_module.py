@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ._compiled import Compiled
 from ._controls import CONTROLS
@@ -68,10 +69,10 @@ class _Forward:
             return super(GraphedModule, owner).forward  # type: ignore[misc]
         held: _Held = module._graphify
         original = held.module
+        if is_dynamo_compiling():  # it is to inline, and cannot compare bound methods
+            return original.forward
         if original.forward == held.forward and original._compiled_call_impl is held.compiled:
             return held.runner
-        if torch.compiler.is_dynamo_compiling():  # it compares bound methods by identity; it is to inline
-            return original.forward
         return held.current()
 
     def __set__(self, module: GraphedModule, value: Any, /) -> None:

@@ -134,7 +134,8 @@ def _put_back_items(held: dict[Any, Any], content: dict[Any, Any], kind: Any) ->
     now, keys = [key for key, _ in items_of(held)], [*content]
     for key in keys[next((i for i, key in enumerate(now) if key is not keys[i]), len(now)) :]:
         value = kind.get(held, key, content[key])
-        kind.pop(held, key, None)
+        if kind.__contains__(held, key):
+            kind.__delitem__(held, key)  # `OrderedDict.pop` of Python 3.10 asks the class's own
         kind.__setitem__(held, key, value)
 
 

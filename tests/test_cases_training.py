@@ -653,6 +653,7 @@ def _ddp_rank(rank: int, store: str, backend: str, device: str) -> None:
     for make in (lambda: mlp(torch.device(device)), lambda: Unused().to(device)):
         torch.manual_seed(0)
         _reduce(rank, make(), backend, device)
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
