@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
+from ._likeness import FunctionLike
 from ._wrapper import Runner
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 
 
-class Controls:
+class Controls(FunctionLike):
     """What every graphed function and method offers beside its call."""
 
     __slots__ = ()

@@ -96,7 +96,9 @@ def view_of(base: Tensor, like: Tensor, byte: int, size: Sequence[int], stride: 
     base = with_bits(base, base)  # a bit set twice is gone
     offset = byte // like.element_size()
     if base.dtype == like.dtype:
-        view = base.as_strided(size, stride, offset)
+        same = (base.shape, base.stride(), base.storage_offset()) == (size, stride, offset)
+        # An alias hands a gradient on in the layout that it has.
+        view = base[...] if same else base.as_strided(size, stride, offset)
     else:
         with torch.inference_mode(base.is_inference()):
             view = torch.empty(0, dtype=like.dtype, device=base.device)

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from ._ahead import capture_all, capture_one, estimated, largest_two, may_capture, static_input
 from ._call_path import CallPath
+from ._likeness import FunctionLike
 from ._sizes import Sizes
 from .stats import CapturedBuckets, GraphRecord, Stats, report
 
 __all__ = ["Runner"]
 
 
-class Runner(CallPath):
+class Runner(CallPath, FunctionLike):
     """One callable, called by replay, with the controls of its graphs."""
 
     def stats(self) -> Stats:

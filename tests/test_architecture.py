@@ -38,7 +38,7 @@ FLOORS = {
     for floor, modules in _named("""
 0: errors
 1: _ambient _arrivals _auto _axes _binding _code _collection _computed _constants _cuts _detaching _flats
-    _following _forms _gate _hooks _illegal _layout _lazy _mode _nearness _padding _paths _pulled _raw _rules
+    _following _forms _gate _hooks _illegal _layout _lazy _likeness _mode _nearness _padding _paths _pulled _raw _rules
     _shadows _signature _specification _specs _stand_ins _streams _touched _tree _tree_code buckets stats
 2: _bystanders _classes _composite _ends _found _grads _guards _lifted _operators _optimizers _places _pool
     _standing _survey _trial _trust _undo _unnamed _watch _wholes

@@ -259,6 +259,38 @@ def test_views_of_one_another(backend, device, kind):
     replayed(same(train, backend))
 
 
+LAID_OUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "alias": lambda h: h[...],
+    "view of the same shape": lambda h: h.view_as(h),
+    "transposed": lambda h: h.t(),
+    "flat": lambda h: h.view(-1),
+    "rows": lambda h: h[:2],
+    "columns": lambda h: h[:, :3],
+}
+
+
+@pytest.mark.parametrize("kind", LAID_OUT)
+@pytest.mark.parametrize("pick", [0, 1])
+def test_layouts_of_gradients_of_views(backend, device, kind, pick):
+    """A gradient of a view of a result comes in with the layout that it has: products round by that."""
+
+    def train(wrap: Wrap) -> Iterator[Any]:
+        w = nn.Parameter(torch.linspace(-1.0, 1.0, 16, device=device).view(4, 4))
+
+        def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.relu(x @ w) @ w
+            return h, LAID_OUT[kind](h)
+
+        f = wrap(forward)
+        for _ in range(12):
+            result = f(torch.randn(3, 4, device=device))[pick]
+            clear(w)
+            result.backward(torch.randn(result.shape[::-1], device=device).permute(*range(result.dim())[::-1]))
+            yield w.grad
+
+    replayed(same(train, backend))
+
+
 def test_strides_of_a_gradient_of_one_row(backend, device):
     """The gradient of an argument is laid out as in eager, also where a dimension of one element leaves a choice."""
 
