@@ -285,7 +285,9 @@ def test_layouts_of_gradients_of_views(backend, device, kind, pick):
         for _ in range(12):
             result = f(torch.randn(3, 4, device=device))[pick]
             clear(w)
-            result.backward(torch.randn(result.shape[::-1], device=device).permute(*range(result.dim())[::-1]))
+            result.backward(
+                torch.randn(result.shape[::-1], device=device).permute(*range(result.dim())[::-1])
+            )
             yield w.grad
 
     replayed(same(train, backend))
